@@ -33,7 +33,7 @@ from attn_dispatch.store.decision import Decision
 from attn_dispatch.tensor_match import Fits, fits
 from attn_dispatch.text import titled
 
-MAX_ROUTES = 65536  #: entries of the table of routes; past this it is cleared, decisions stay
+MAX_ROUTES = 4096  #: entries of the table of routes, 5 to 20 KB each; past this the oldest is made anew if needed
 MAX_CHAIN = 16  #: routes of one signature, which are searched one by one
 
 
@@ -326,12 +326,11 @@ def _new_route(
             cast=cast,
             graphed=graphed,
         )
-        if len(_routes) >= MAX_ROUTES:
-            _routes.clear()
         # Another thread may have replaced the decision meanwhile, or begun to observe.
         is_current = forgotten == process_state.forgotten
         if is_current and signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
             _routes[signature] = route
+            decide.drop_oldest(_routes, MAX_ROUTES)
     return route
 
 
@@ -387,7 +386,7 @@ def _resized(
 
 def _hashable(value: Any) -> Any:
     """Convert lists, arrays and iterators to tuples, which have a hash and can be iterated again."""
-    if value is None or isinstance(value, tuple | str | int):
+    if value is None or isinstance(value, tuple | str | bytes | int):
         return value
     plain = value.tolist() if hasattr(value, "tolist") else value
     try:

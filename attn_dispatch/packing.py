@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_dispatch import process_state, widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, notify, observed, resolve
-from attn_dispatch.decisions.decide import decision_for, on_trial
+from attn_dispatch.decisions.decide import decision_for, drop_oldest, lock, on_trial
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
@@ -185,9 +185,9 @@ def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -
         return None
     if not unmeasured.can_run(problem, (name, NATURAL)):
         return None
-    if len(_calls_at_once) >= MAX_CALLS:
-        _calls_at_once.clear()
-    call = _calls_at_once[key] = ResolvedCall(observed(run, measured_for(usual)), problem, name)
+    with lock:
+        call = _calls_at_once[key] = ResolvedCall(observed(run, measured_for(usual)), problem, name)
+        drop_oldest(_calls_at_once, MAX_CALLS)
     return call
 
 

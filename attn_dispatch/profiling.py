@@ -27,6 +27,7 @@ from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
 from attn_dispatch.ring.sharded_problem import ShardedProblem
 from attn_dispatch.settings import cache_folder, mode
+from attn_dispatch.spec.checks import real, reals
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.torch_settings import settings
@@ -76,16 +77,15 @@ def profile(
     """
     if mode() == "off":
         raise InvalidInput("$ATTN_DISPATCH_MODE is 'off', which touches no disk: profile cannot store decisions")
-    if budget_s is not None and not budget_s > 0:
-        raise InvalidInput(f"budget_s must be a number > 0 or None, got {budget_s!r}")
+    budget_s = _checked_budget(budget_s)
     if isinstance(problems, str | os.PathLike):
         uses = read_record(problems)
         problems, weights = list(uses), weights_of_uses(uses) if weights is None else weights
-    problem_list = list(problems)
-    shares = _checked_weights(weights, len(problem_list))
+    problem_list: list[Any] = list(problems) if isinstance(problems, Iterable) else [problems]
     for problem in problem_list:
         if not isinstance(problem, Problem):
             raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
+    shares = _checked_weights(weights, len(problem_list))
     end = None if budget_s is None else time.monotonic() + budget_s
     found: Explanations = {}
     with reused(), _bar(len(problem_list), progress) as advance:
@@ -111,12 +111,19 @@ def weights_of_uses(uses: Mapping[Problem, Use]) -> list[float]:
     return [use.seconds * (1 + BACKWARD * problem.needs_grad) for problem, use in uses.items()]
 
 
+def _checked_budget(budget_s: object) -> float | None:
+    found = None if budget_s is None else real(budget_s)
+    if found is not None and not found > 0:
+        raise InvalidInput(f"budget_s must be a number > 0 or None, got {budget_s!r}")
+    return found
+
+
 def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-    if weights is None:
-        return [1.0] * count
-    if len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
-        raise InvalidInput(f"weights must be a number >= 0 for each of the {count} problems, got {list(weights)!r}")
-    return list(weights)
+    found = [1.0] * count if weights is None else reals(weights)
+    if len(found) != count or not all(0 <= weight < math.inf for weight in found):
+        raise InvalidInput(f"weights must be a number >= 0 for each of the {count} problems, got {weights!r}")
+    largest = max(found, default=0.0) or 1.0
+    return [weight / largest for weight in found]  # whose sum is finite
 
 
 def _largest_first(indices: Sequence[int], weights: Sequence[float]) -> Iterator[tuple[int, float]]:
@@ -224,6 +231,7 @@ def profile_over(
     Raises:
         InvalidInput: a problem has another number of ranks than the mesh. RankLost: a rank is gone.
     """
+    budget_s = _checked_budget(budget_s)
     link = link_of(mesh)
     for problem in problems:
         if problem.ranks not in (1, link.size):

@@ -44,8 +44,10 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
             cannot be written any more, calls go on unrecorded, with one warning.
 
     Raises:
-        OSError: the file cannot be opened.
+        InvalidInput: it is no path. OSError: the file cannot be opened.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidInput(f"path must be a path, got {path!r}")
     file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed below, where it may fail
     recorder = _Recorder(file)
     try:

@@ -78,13 +78,17 @@ def cache_folder() -> Path:
     """$ATTN_DISPATCH_CACHE_DIR, else platformdirs' user cache folder; `NOWHERE`, with one warning, without a home."""
     named = os.environ.get("ATTN_DISPATCH_CACHE_DIR")
     with suppress(RuntimeError):  # no home folder
-        if named:
-            return Path(named).expanduser()
-        found = platformdirs.user_cache_path("attn-dispatch", appauthor=False)
-        if _can_exist(found):
+        found = Path(named).expanduser() if named else user_folder()
+        if found is not None:
             return found
     say_once(f"decisions and quarantined backends are not stored: {NO_HOME}")
     return NOWHERE
+
+
+def user_folder() -> Path | None:
+    """platformdirs' user cache folder; None where it cannot be made. Raises RuntimeError: there is no home folder."""
+    found = platformdirs.user_cache_path("attn-dispatch", appauthor=False)
+    return found if _can_exist(found) else None
 
 
 def _can_exist(folder: Path) -> bool:

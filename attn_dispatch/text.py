@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from textwrap import fill
+
+WIDTH = 120  #: characters of a line that is folded
 
 
 def gib(count: int) -> str:
@@ -40,6 +43,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
+def folded(text: str) -> str:
+    """Fold a printable text into lines of at most `WIDTH`, the later ones indented."""
+    start = text[: len(text) - len(text.lstrip())]
+    return fill(text, WIDTH, subsequent_indent=f"{start}    ", break_long_words=False, break_on_hyphens=False)
 
 
 def align(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:

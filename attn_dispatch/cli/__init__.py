@@ -7,6 +7,9 @@ where a command needs it.
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
+import json
 import os
 import sys
 import warnings
@@ -38,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     named = next((word for word in arguments if word in COMMANDS), None)
     args = _parser(named).parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # may lack a character of a name, or of a path's bytes
+        codecs.register_error("escaped", _escaped)
+        sys.stdout.reconfigure(errors="escaped")
     try:
         code = int(args.run(args))
         if sys.stdout is not None:  # as where it was closed before the process began
@@ -96,6 +102,12 @@ class _Version(argparse.Action):
 
         print(version("attn-dispatch"))
         parser.exit()
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What cannot be encoded, as JSON writes it."""
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _fail(command: str | None, text: str, code: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
+from attn_dispatch.cli import stored
 from attn_dispatch.cli.tables import KEY_DIGITS, print_json
 from attn_dispatch.learning.regret import GroupRegret, leave_one_out, total
-from attn_dispatch.store.folder import Store
 from attn_dispatch.text import align
 
 HEAD = ("problems", "predicted", "not predicted", "mean", "p95", "worst", "worst key", "within 2 %", "mean confidence")
@@ -21,7 +21,13 @@ ENOUGH = 5  #: predictions; with fewer, a remark says that a group has too littl
 
 def run(folder: Path, as_json: bool) -> int:
     """Print the regret of the decisions in a folder; returns the exit code."""
-    groups = leave_one_out(decision for _, decision in Store(folder).all())
+    from rich.console import Console
+    from rich.progress import Progress
+
+    decisions = [decision for _, decision in stored.decisions(folder)]
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("predicting", total=len(decisions))
+        groups = leave_one_out(decisions, lambda: bar.advance(task))
     whole = total(groups)
     if as_json:
         everything = {name: value for name, value in whole.to_dict().items() if name not in ("silicon", "group")}

@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 
-from attn_dispatch.decisions.explanation import HEAD as FULL_HEAD
-from attn_dispatch.decisions.explanation import LEFT as FULL_LEFT
 from attn_dispatch.decisions.explanation import CandidateReport, Explanation
-from attn_dispatch.text import align, milliseconds, printable, titled
+from attn_dispatch.decisions.explanation import table as full
+from attn_dispatch.text import align, folded, milliseconds, printable, titled
 
 HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
 LEFT = {0, 1, 2, 3, 6, 7}
@@ -25,7 +24,12 @@ _NOT_ASCII = re.compile(r"[^ -~\n]")
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print strict JSON: numbers that are not finite become null, characters that are not printable are escaped."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # bytes of a path that are no text
+        plain = json.loads(json.dumps(msgspec.to_builtins(value)), parse_constant=lambda _: None)
+        encoded = json.dumps(plain, ensure_ascii=False).encode(errors="surrogatepass")
+    text = msgspec.json.format(encoded, indent=1).decode(errors="surrogatepass")
     print(_NOT_ASCII.sub(lambda found: _escaped(found[0]), text))
 
 
@@ -66,11 +70,11 @@ def full_table(explanations: Sequence[Explanation], but: Collection[str] = ()) -
         for each in explanations
     ]
     groups = [explanation.rows() for explanation in explanations]
-    lines = iter(align([list(FULL_HEAD), *(row for group in groups for row in group)], FULL_LEFT))
+    lines = iter(full([row for group in groups for row in group]))
     found = [next(lines)]
     for explanation, group in zip(explanations, groups):
         how = _source(explanation) if explanation.choice else "no backend can run it"
-        found += ["", f"{compact(explanation.problem)}   ({how}, key {explanation.key[:KEY_DIGITS]})"]
+        found += ["", folded(f"{compact(explanation.problem)}   ({how}, key {explanation.key[:KEY_DIGITS]})")]
         found += [next(lines) for _ in group]
     return found
 
@@ -78,7 +82,7 @@ def full_table(explanations: Sequence[Explanation], but: Collection[str] = ()) -
 def no_backend(explanation: Explanation) -> list[str]:
     """Why no backend runs a problem, one line for each backend."""
     rows = [f"  {titled(c.backend, c.order)}: {c.reason or c.status.replace('_', ' ')}" for c in explanation.candidates]
-    return [f"no backend can run {compact(explanation.problem)}:", *map(printable, rows)]
+    return [f"no backend can run {compact(explanation.problem)}:", *(folded(printable(row)) for row in rows)]
 
 
 def cells(explanation: Explanation) -> list[str]:

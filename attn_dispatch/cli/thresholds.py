@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from attn_dispatch.cli import stored
 from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
@@ -30,7 +31,7 @@ EXPLAINED = (
 
 def run(folder: Path, as_json: bool) -> int:
     """Print the thresholds of all families of problems timed in more than one order; returns the exit code."""
-    found = all_series(decision for _, decision in Store(folder).all())
+    found = all_series(decision for _, decision in stored.decisions(folder))
     if as_json:
         print_json({"folder": str(folder), "thresholds": to_dicts(found)})
     else:

@@ -5,6 +5,7 @@ Source of the interface: Dao-AILab/flash-attention, flash_attn_interface.py of 2
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -125,7 +126,7 @@ def flash_attn_varlen_func(
 
 def _pattern(causal: bool, window_size: tuple[int, int]) -> Pattern:
     try:
-        left, right = (int(side) for side in window_size)
+        left, right = map(operator.index, window_size)
     except (TypeError, ValueError):
         raise InvalidInput(f"window_size must be two integers, got {window_size!r}") from None
     right = 0 if causal else right

@@ -29,7 +29,7 @@ from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
 NOT_WRAPPED = (InvalidInput, CHECKPOINT_STOP)  #: exceptions that are not wrapped in BackendFailed
-MAX_CALLS = 4096  #: entries of the table of problems; past this it is cleared, decisions stay
+MAX_CALLS = 4096  #: entries of the table of problems; past this the oldest is made anew if needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +190,9 @@ def resolve(problem: Problem, backend: str | None = None, order: str | None = No
         decision = decision if traced or forced else decide.latest(problem, decision)
         run, _ = run_function(problem, decision, traced, _drop_calls, functions_of(problem, decision))
         call = ResolvedCall(run, problem, titled(*decision.chosen))
-        if not cannot_measure(problem.device):
-            if len(_calls) >= MAX_CALLS:
-                _calls.clear()
-            if forgotten == process_state.forgotten:  # see dispatch._new_route
-                _calls[key] = call
+        if forgotten == process_state.forgotten and not cannot_measure(problem.device):  # see dispatch._new_route
+            _calls[key] = call
+            decide.drop_oldest(_calls, MAX_CALLS)
     return call
 
 

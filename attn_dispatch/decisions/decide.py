@@ -10,7 +10,7 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,11 +37,17 @@ from attn_dispatch.text import printable, titled
 from attn_dispatch.tuning.candidates import Request, current_environment, static_choice, to_measure
 
 MIN_CONFIDENCE = 0.9  #: confidence from which a prediction from a problem of nearly the same size replaces a trial
-COUNTED = ("measured", "loaded", "shipped", "learned", "heuristic", "forced")
+COUNTED = ("measured", "loaded", "imported", "shipped", "learned", "heuristic", "forced")
 
 lock = threading.RLock()  #: guards tables, for moments; nobody waits for it while something is measured
 measuring = threading.RLock()  #: held through a trial: two at a time would disturb each other
 _deciding: dict[Any, threading.RLock] = {}  # held while a problem is decided: concurrent calls measure it once
+
+
+def drop_oldest(table: dict[Any, Any], most: int) -> None:
+    """Drop the first entries of a table past `most`; no other thread may change it meanwhile."""
+    while len(table) > most:
+        del table[next(iter(table))]
 
 
 def _forget_locks() -> None:
@@ -56,7 +62,10 @@ os.register_at_fork(after_in_child=_forget_locks)
 #: Silicon (which depends on the number of threads), problem, forced backend, forced order.
 _Key = tuple[str, Problem, str | None, str | None]
 WHOLE_DECISIONS = 512  #: latest decisions of a process that are remembered with the rows of all candidates
-_decided: dict[_Key, Decision] = {}
+#: Decisions that are remembered, the latest used last: many more than routes, so that a call in use keeps its backend.
+MAX_DECISIONS = 16384
+MAX_ON_TRIAL = 4096  #: problems that wait for a trial between calls; past this the oldest keeps its guess
+_decided: OrderedDict[_Key, Decision] = OrderedDict()
 on_trial: dict[tuple[str, Problem], look_up.StoredDecision | None] = {}  #: by silicon: problems on trial between calls
 _counts: Counter[str] = Counter()
 _rate_limit = RateLimit()
@@ -91,8 +100,8 @@ def _explained(problem: Problem, backend: str | None, order: str | None) -> Expl
 
 
 def counters() -> dict[str, int]:
-    """How many decisions of this process were `measured`, `loaded` from disk, `shipped`, `learned` from neighbours,
-    `heuristic` and `forced`.
+    """How many decisions of this process were `measured`, `loaded` from disk as measured here before, `imported`,
+    `shipped`, `learned` from neighbours, `heuristic` and `forced`; those over a mesh are counted on each rank.
     """
     return {name: _counts[name] for name in COUNTED}
 
@@ -126,8 +135,13 @@ def decision_for(problem: Problem) -> Decision:
 
 def latest(problem: Problem, decision: Decision) -> Decision:
     """The decision by which a route is made under `lock`: a trial may have ended since this one was taken."""
-    known = (_decided.get((decision.silicon, each, None, None)) for each in (problem, measured_for(problem)))
-    return next((found for found in known if found is not None and found.key == decision.key), decision)
+    for each in (problem, measured_for(problem)):
+        key = decision.silicon, each, None, None
+        found = _decided.get(key)
+        if found is not None and found.key == decision.key:
+            _remember(key, found)
+            return found
+    return decision
 
 
 def _decide(request: Request, key: _Key) -> Decision:
@@ -136,28 +150,31 @@ def _decide(request: Request, key: _Key) -> Decision:
     if not decision.choice:
         raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
     if decision.source in ("learned", "heuristic"):
-        _count(decision.source)
-    logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.source)
+        counted(decision)
+    logger.info("%s: %s in %s order (%s)", problem, decision.choice, decision.order, decision.decided_by)
     if not cannot_measure(problem.device):  # the next plain call can measure
         _remember(key, decision)
     return decision
 
 
-def _count(source: str) -> None:
+def counted(decision: Decision, *, loaded: bool = False) -> Decision:
+    """The decision, counted: as `loaded` where it was, and measured here."""
     with lock:
-        _counts[source] += 1
+        _counts["loaded" if loaded and decision.decided_by == "measured" else decision.decided_by] += 1
+    return decision
 
 
 def _remember(key: _Key, decision: Decision) -> None:
     """Remember a decision in this process; all but the latest are reduced to what calls need."""
     with lock:
-        _decided.pop(key, None)
         _decided[key] = decision
+        _decided.move_to_end(key)
         if len(_decided) > WHOLE_DECISIONS:
             old = next(itertools.islice(reversed(_decided), WHOLE_DECISIONS, None))
             _decided[old] = msgspec.structs.replace(
                 _decided[old], candidates=(), problem={}, provenance={}, evidence=()
             )
+        drop_oldest(_decided, MAX_DECISIONS)
 
 
 def decision_while_traced(problem: Problem) -> Decision:
@@ -181,7 +198,7 @@ def decision_while_traced(problem: Problem) -> Decision:
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
         if known is None and settings.measures() and steps.on_disk is None:
             note_missed(cache_folder(), request.plain)
-    _count("heuristic")
+    counted(decision)
     logger.info("%s: %s, while it is traced", problem, decision.choice)
     return decision
 
@@ -230,7 +247,7 @@ class _DeviceSteps:
         return self._use(stored)
 
     def locked_miss(self) -> Decision:
-        why = "no decision is stored"
+        why = look_up.nothing_stored(self.request)
         if self.on_disk is not None:
             decision = self.on_disk.decision
             why = f"the stored choice {titled(*decision.chosen)} {look_up.why_unusable(self.request, decision)}"
@@ -280,7 +297,9 @@ class _DeviceSteps:
         learned = self._sure() if stored is None else None
         needed = learned is None and (stored is None or stored.changed)
         if needed and not self.explained and not cannot_measure(self.request.problem.device):
-            on_trial[self.request.silicon, self.request.problem] = stored
+            with lock:
+                on_trial[self.request.silicon, self.request.problem] = stored
+                drop_oldest(on_trial, MAX_ON_TRIAL)
         return learned
 
     def predicted(self) -> Decision | None:
@@ -321,8 +340,7 @@ class _DeviceSteps:
 
 def _from_store(request: Request, stored: look_up.StoredDecision) -> Decision:
     """Count the stored decision, report a replaced choice, and adjust the decision to the current candidates."""
-    decision = stored.decision
-    _count("loaded" if decision.source == "measured" else "shipped")
+    decision = counted(stored.decision, loaded=True)
     if stored.choice is not None and stored.choice != decision.chosen:
         decided, able = titled(*decision.chosen), titled(*stored.choice)
         why = printable(look_up.why_not(request, decision.chosen))
@@ -350,7 +368,7 @@ def store_measured(problem: Problem, decision: Decision, *, use: bool = True) ->
     evidence.add(decision)
     if use:
         _remember((decision.silicon, problem, None, None), decision)
-    _count("measured")
+    counted(decision)
 
 
 def sure_prediction(request: Request) -> Decision | None:
@@ -367,7 +385,7 @@ def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, u
             store_measured(problem, decision, use=use)
         elif decision is not None and use:
             _remember(key, decision)
-            _count(decision.source)
+            counted(decision)
         with suppress(InvalidInput):  # the guess is not registered any more
             if decision is None and use and (anew or not Request.of(problem).can_run(*guess.chosen)):
                 _decided.pop(key, None)  # perhaps the trial has quarantined the guess
@@ -404,7 +422,7 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates, backend, order))
         if len(decision.candidates) > 1 and not cannot_measure(problem.device):
             _remember(key, decision)
-    _count("forced")
+    counted(decision)
     logger.info("%s: %s in %s order (forced)", problem, decision.choice, decision.order)
     return decision
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -10,7 +12,7 @@ import msgspec
 from attn_dispatch.settings import cache_folder, measures
 from attn_dispatch.store import passed
 from attn_dispatch.store.decision import CandidateId, Decision, Drift, Row
-from attn_dispatch.text import align, gib, milliseconds, printable
+from attn_dispatch.text import WIDTH, align, folded, gib, milliseconds, printable
 
 if TYPE_CHECKING:
     from attn_dispatch.tuning.candidates import Candidate, Request
@@ -110,7 +112,7 @@ class Explanation:
         return cls(
             choice=decision.choice or None,
             order=decision.order or None,
-            source=source or decision.origin or decision.source,
+            source=source or decision.decided_by,
             key=decision.key,
             candidates=rows,
             problem=decision.title,
@@ -140,7 +142,13 @@ class Explanation:
             *self._drifted(),
             *(f"blocks    {each}" for each in self.configurations),
         ]
-        return "\n".join([*map(printable, lines), "", *align([list(HEAD), *self.rows()], LEFT)])
+        elsewhere = [c.backend for c in self.candidates if self.choice and needs_cuda(c.reason)]
+        shown = [row for row in self.rows() if row[0] not in elsewhere]
+        return "\n".join([*map(printable, lines), "", *table(shown), *cuda_only(elsewhere)])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def _confidence(self) -> str:
         if self.confidence is None:
@@ -168,6 +176,29 @@ class Explanation:
     def _best_ms(self) -> float | None:
         times = [c.median_ms for c in self.candidates if c.median_ms is not None and c.status != "incorrect"]
         return min(times, default=None)
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    """Rows under `HEAD`; a reason that makes one too long stands below it."""
+    rows = [list(HEAD), *rows]
+    found = align(rows, LEFT)
+    for number, (line, row) in enumerate(zip(found, rows)):
+        reason = printable(row[-1].partition(": ")[2]).rstrip()
+        if len(line) > WIDTH and reason:
+            found[number] = line.removesuffix(f": {reason}") + "\n" + folded(f"    {reason}")
+    return found
+
+
+def needs_cuda(reason: str) -> bool:
+    """Whether a candidate is ruled out since it runs on CUDA alone: other reasons, and advice, are no help then."""
+    return "runs on cuda, not cpu" in reason.split("; ")
+
+
+def cuda_only(names: Iterable[str]) -> list[str]:
+    """A line, if any, about the backends that need CUDA."""
+    found = list(dict.fromkeys(names))
+    what = "1 backend needs" if len(found) == 1 else f"{len(found)} backends need"
+    return [folded(f"{what} CUDA: {', '.join(found)}")] if found else []
 
 
 def _configurations(request: Request) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
 from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, isolated, lacks_space, preserved_rng
@@ -105,6 +106,14 @@ def read_stored(request: Request) -> Decision | None:
         return mine
     given = shipped(request.silicon).get(request.address.key)
     return given if given is not None and _is_for(request, given) else None
+
+
+def nothing_stored(request: Request) -> str:
+    """Says that no decision is stored for a problem here, and for which machines and numbers of threads one is."""
+    threads = torch.get_num_threads()
+    here = f" ({threads} thread{'s' * (threads != 1)})" * (request.problem.device.type == "cpu")
+    others = ", ".join(Store(cache_folder()).silicons_of(request.plain))
+    return f"no decision is stored on {request.silicon}{here}" + f", but one on {others}" * bool(others)
 
 
 def read_believed(request: Request) -> Decision | None:

@@ -86,6 +86,7 @@ def sampled(run: Run, problem: Problem, decision: Decision, drop: Drop) -> Run:
     with decide.lock:
         trial = _trials.get(key)
         if trial is None:
+            _abandon_forgotten()
             trial = _trials[key] = _LiveTrial(problem, decision)
         if drop not in trial.drops:
             trial.drops.append(drop)
@@ -214,10 +215,7 @@ class _LiveTrial:
         """Whether a slice may run here, and the trial has begun or may begin."""
         if in_backward() or cannot_measure(self.problem.device) or lacks_space():
             return False
-        for key, each in list(_trials.items()):
-            if key not in decide.on_trial:  # `profile` has decided meanwhile
-                each.abandon()
-                _trials.pop(key, None)
+        _abandon_forgotten()
         others = [each for each in list(_trials.values()) if each._steps is not None and each is not self]
         busy = sum(_account.calls - each._last_call < IDLE_CALLS for each in others)
         return not self.ended and (self._steps is not None or busy < MOST_AT_ONCE)
@@ -307,6 +305,14 @@ class _LiveTrial:
         _trials.pop((self.guess.silicon, self.problem), None)
         for drop in self.drops:
             drop(self.problem)
+
+
+def _abandon_forgotten() -> None:
+    """End the trials of problems that `profile` has decided meanwhile, or that too many others wait behind."""
+    for key, each in list(_trials.items()):
+        if key not in decide.on_trial:
+            each.abandon()
+            _trials.pop(key, None)
 
 
 def _abandon_all() -> None:

@@ -118,7 +118,7 @@ def no_backend_message(
     """The message of NoBackend, one line for each candidate."""
     kv = f"[{problem.batch}, {problem.k_len}, {problem.kv_heads}, {problem.head_dim}]"
     who = "no backend can" if backend is None else f"backend={backend!r} cannot"
-    what = str(problem.pattern) if order is None else f"{problem.pattern} in {order} order"
+    what = f"{problem.pattern}{problem.as_given}" + (f" in {order} order" if order is not None else "")
     lines = [
         f"{who} run {what} on {problem.device} in {str(problem.dtype).removeprefix('torch.')}:",
         f"  q [{problem.batch}, {problem.q_len}, {problem.heads}, {problem.head_dim}]  k, v {kv}",
@@ -185,7 +185,7 @@ def check_traceable(problem: Problem, decision: Decision) -> None:
     """Raise NoBackend if the decision's backend cannot be traced on this problem."""
     if not traceable(registry.load(decision.choice), problem):
         raise NoBackend(
-            f"{decision.choice} cannot be traced on {problem}: {_UNTRACEABLE}; "
+            f"{decision.choice} cannot be traced on {problem}{problem.as_given}: {_UNTRACEABLE}; "
             "pass backend=None, or call attend outside of torch.export and make_fx"
         )
 

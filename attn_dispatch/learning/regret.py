@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,12 @@ class GroupRegret:
         }
 
 
-def leave_one_out(decisions: Iterable[Decision]) -> list[GroupRegret]:
-    """The regret of every group with a decision that timed two candidates, sorted by silicon and title."""
+def leave_one_out(decisions: Iterable[Decision], advance: Callable[[], object] = lambda: None) -> list[GroupRegret]:
+    """The regret of every group with a decision that timed two candidates, sorted by silicon and title.
+
+    Args:
+        advance: called after each prediction.
+    """
     groups: defaultdict[tuple[str, str], list[Decision]] = defaultdict(list)
     for decision in decisions:
         try:
@@ -90,7 +94,7 @@ def leave_one_out(decisions: Iterable[Decision]) -> list[GroupRegret]:
             groups[decision.silicon, group_for(decision)].append(decision)
         except PROBLEM_ERRORS:
             continue
-    found = (_group_regret(silicon, group, members) for (silicon, group), members in groups.items())
+    found = (_group_regret(silicon, group, members, advance) for (silicon, group), members in groups.items())
     return sorted(
         (each for each in found if each.count or each.unpredicted), key=lambda each: (each.silicon, each.title)
     )
@@ -102,10 +106,15 @@ def total(groups: Sequence[GroupRegret]) -> GroupRegret:
     return GroupRegret("", "", "all", choices, sum(group.unpredicted for group in groups))
 
 
-def _group_regret(silicon: str, group: str, decisions: Sequence[Decision]) -> GroupRegret:
+def _group_regret(
+    silicon: str, group: str, decisions: Sequence[Decision], advance: Callable[[], object]
+) -> GroupRegret:
     evidence = Evidence(decisions)
     compared = [decision for decision in decisions if sum(map(is_timed, decision.candidates)) > 1]
-    found = [_predicted_by_others(decision, evidence) for decision in compared]
+    found = []
+    for decision in compared:
+        found.append(_predicted_by_others(decision, evidence))
+        advance()
     choices = tuple(choice for choice in found if choice is not None)
     return GroupRegret(silicon, group, title(decisions[0].problem), choices, len(found) - len(choices))
 

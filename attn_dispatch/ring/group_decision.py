@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from attn_dispatch import settings
-from attn_dispatch.decisions.look_up import is_believed
+from attn_dispatch.decisions.decide import counted
+from attn_dispatch.decisions.look_up import is_believed, nothing_stored
 from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.machine.hardware import provenance, silicon
@@ -59,11 +60,11 @@ def decide_together(
     if exchange is not None:
         if exchange not in ranks.usable:
             raise NoBackend(ranks.refusal_text(exchange))
-        return ranks.decision(exchange, "forced", {})
+        return counted(ranks.decision(exchange, "forced", {}))
     if not ranks.usable:
         raise NoBackend(ranks.refusal_text(None))
     if LOCAL in ranks.usable:
-        return ranks.decision(LOCAL, "heuristic", {})  # nothing to exchange, and nothing to choose from
+        return counted(ranks.decision(LOCAL, "heuristic", {}))  # nothing to exchange, and nothing to choose from
     return decide_by_mode(_GroupDecision(ranks, tensors, masks, budget_ms), force=force)
 
 
@@ -77,10 +78,12 @@ class _GroupDecision:
     budget_ms: float | None
 
     def stored(self) -> Decision | None:
-        return self.ranks.stored()
+        found = self.ranks.stored()
+        return found and counted(found, loaded=True)
 
     def locked_miss(self) -> Decision:
-        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and no rank has a decision for {self.ranks.sharded.problem}")
+        why = nothing_stored(self.ranks.request)
+        raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.ranks.sharded.problem} by any rank")
 
     def measured(self) -> Decision | None:
         """The decision of a trial, identical on every rank; None if every candidate failed."""
@@ -93,7 +96,7 @@ class _GroupDecision:
         made = ranks.decision(chosen, "measured", rows, elapsed_ms=took_ms, budget_ms=budget_ms)
         decision = _decoded(ranks.sharded.link.all_gather_objects(encode(made))[0])
         _store(decision)
-        return decision
+        return counted(decision)
 
     def deferred(self) -> None:
         """None: nothing is measured between calls, which all ranks would have to interrupt together."""
@@ -102,7 +105,7 @@ class _GroupDecision:
         """None: decisions over ranks are not predicted from other sizes."""
 
     def static(self) -> Decision:
-        return self.ranks.decision(self.ranks.first, "heuristic", {})
+        return counted(self.ranks.decision(self.ranks.first, "heuristic", {}))
 
 
 def explained(sharded: ShardedProblem, exchange: str | None) -> Decision:
@@ -182,7 +185,9 @@ class Ranks:
 
     def refusal_text(self, exchange: str | None) -> str:
         """The reasons why no exchange, or the given one, can run."""
-        lines = [f"no exchange can run {self.sharded.problem}:" if exchange is None else f"{exchange!r} cannot run it:"]
+        problem = self.sharded.problem
+        what = f"no exchange can run {problem}{problem.as_given}:"
+        lines = [what if exchange is None else f"{exchange!r} cannot run it:"]
         for name in EXCHANGES if exchange is None else (exchange,):
             why = self._reasons(name)
             lines += [f"{name}: {_few(why)}"] if why else []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.decisions.call import notify, observed
+from attn_dispatch.decisions.decide import drop_oldest
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
@@ -198,10 +199,9 @@ def _decision_for(link: Link, call: MeshCall, tensors: Any, arguments: Mapping[s
     masks = {name: arguments[name] for name in ("seq_lens", "key_mask") if arguments.get(name) is not None}
     with torch.device("cpu"):  # not the default device of the caller
         decision = group_decision.decide_together(sharded, _inputs(sharded, tensors, arguments), masks, call.exchange)
-    logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.source)
+    logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.decided_by)
     link.decisions[call.key] = sharded, decision
-    if len(link.decisions) > MAX_DECISIONS:
-        link.decisions.popitem(last=False)
+    drop_oldest(link.decisions, MAX_DECISIONS)
     return sharded, decision
 
 
@@ -223,6 +223,7 @@ def _sharded(link: Link, call: MeshCall, lengths: tuple[int, ...]) -> ShardedPro
     problem = replace(
         call.local,
         pattern=_fitting(call.pattern, tokens, call.local.heads),
+        given=call.pattern,
         q_len=tokens,
         k_len=tokens,
         strides=("bnhd", "bnhd", "bnhd"),  # strides may differ between ranks

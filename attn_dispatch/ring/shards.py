@@ -9,6 +9,7 @@ x = unshard(x, spread)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring.link import Link, agree, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
+from attn_dispatch.spec import checks
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Sharded:
         if isinstance(self.multiple_of, bool) or not isinstance(self.multiple_of, int) or self.multiple_of < 1:
             raise InvalidInput(f"multiple_of must be an integer >= 1, got {self.multiple_of!r}")
         if self.weights is not None:
-            object.__setattr__(self, "weights", tuple(self.weights))
+            object.__setattr__(self, "weights", tuple(checks.reals(self.weights)))
 
     def layout(self, tokens: int) -> Layout:
         """The positions of each rank in a sequence of `tokens` tokens.
@@ -74,7 +76,8 @@ def shard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
         InvalidInput: an argument is wrong, or there are fewer tokens than ranks.
     """
     link, spread = spread_of(mesh)
-    chunks = spread.layout(x.shape[_axis(x, dim)]).chunks[link.rank]
+    axis = _axis(x, dim)
+    chunks = spread.layout(x.shape[axis]).chunks[link.rank]
     parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -112,8 +115,7 @@ def shard_positions(length: int, mesh: object) -> Tensor:
     Raises:
         InvalidInput: an argument is wrong, or there are fewer tokens than ranks.
     """
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise InvalidInput(f"length must be an integer >= 1, got {length!r}")
+    length = checks.length(length)
     link, spread = spread_of(mesh)
     return positions_of(spread.layout(length), link.rank)
 
@@ -128,10 +130,11 @@ def weights_of(mesh: object, each: float) -> tuple[float, ...]:
         InvalidInput: a rank's number is not positive. RankLost: a rank has exited, or did not answer in time.
     """
     link, _ = spread_of(mesh)
-    found = tuple(link.all_gather_objects(float(each)))
-    if not all(0 < share < float("inf") for share in found):
-        raise InvalidInput(f"each must be a positive number on every rank, got {list(found)}")
-    return found
+    number = checks.real(each)
+    found = link.all_gather_objects((number, repr(each)))
+    if not all(0 < share < math.inf for share, _ in found):
+        raise InvalidInput(f"each must be a positive number on every rank, got {', '.join(text for _, text in found)}")
+    return tuple(share for share, _ in found)
 
 
 class _Gathered(torch.autograd.Function):

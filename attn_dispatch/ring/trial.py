@@ -25,6 +25,7 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.hard_cases import fitted
 from attn_dispatch.tuning.intervals import Timing
 from attn_dispatch.tuning.oracle import Oracle
+from attn_dispatch.tuning.rounds import said_if_long
 
 NAME = "ring"  #: the backend whose orders are the exchanges
 MOST_ROUNDS, FEWEST_ROUNDS = 9, 3
@@ -61,9 +62,10 @@ class Trial:
 
     def rows(self) -> tuple[dict[str, Row], str | None, float]:
         """A row for each candidate, the chosen one (None if all failed), and the milliseconds of the trial."""
-        start = time.perf_counter()
+        start, said = time.perf_counter(), self.sharded.link.rank > 0
         for name in self.names:
             self._admit(name)
+            said = said or said_if_long(self.sharded.problem, time.perf_counter() - start)
         self._race()
         self.sharded.link.transport.release()  # buffers of other exchanges
         entrants = [

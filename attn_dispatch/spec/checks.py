@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
 from attn_dispatch.errors import InvalidInput
 
 T = TypeVar("T")
+LONGEST = 2**63 - 1  #: tokens, of which positions are int64
 
 
 def integer(name: str, value: object, minimum: int, kind: str = "an integer") -> int:
@@ -25,6 +27,29 @@ def integer(name: str, value: object, minimum: int, kind: str = "an integer") ->
             if number >= minimum:
                 return number
     raise InvalidInput(f"{name} must be {kind} >= {minimum}, got {value!r}")
+
+
+def length(value: object) -> int:
+    """A number of tokens of which there may be a tensor."""
+    found = integer("length", value, 1)
+    if found > LONGEST:
+        raise InvalidInput(f"length must be an integer from 1 to {LONGEST}, got {value!r}")
+    return found
+
+
+def real(value: object) -> float:
+    """A number as a float; NaN, which no comparison accepts, for what is none or too large."""
+    if isinstance(value, SupportsFloat) and not isinstance(value, bool):
+        with suppress(OverflowError, RuntimeError, TypeError, ValueError):  # tensors and arrays of several numbers
+            return float(value)
+    return math.nan
+
+
+def reals(values: object) -> list[float]:
+    """`real` of each; empty for what holds no numbers."""
+    with suppress(TypeError):  # of a tensor without axes
+        return [real(value) for value in values] if isinstance(values, Iterable) else []
+    return []
 
 
 def integers(name: str, value: object) -> tuple[int, ...]:

@@ -81,6 +81,7 @@ class Problem:
     alibi_axes: int = 0
     flash_kernel: str = ""
     is_document: bool = False
+    given: Pattern | None = field(default=None, repr=False, compare=False)  #: the caller's pattern, for messages
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +137,7 @@ class Problem:
         dtype = common_dtype(tensors)
         where = common_device(tensors, device)
         batch, q_len, heads, head_dim, k_len, kv_heads = common_shapes(tensors)
-        chosen = choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)
+        chosen = given = choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)
         chosen.check(q_len, k_len)
         if first_head is not None or all_heads is not None:
             chosen = chosen.of_heads(*_share(first_head, all_heads, heads))
@@ -149,6 +150,7 @@ class Problem:
         default_scale = math.pow(head_dim, -0.5)
         return cls(
             pattern=chosen.simplify(q_len, k_len, heads),
+            given=given,
             batch=batch,
             q_len=q_len,
             k_len=k_len,
@@ -177,6 +179,11 @@ class Problem:
     @property
     def default_scale(self) -> bool:
         return self.scale == math.pow(self.head_dim, -0.5)
+
+    @property
+    def as_given(self) -> str:
+        """For messages: the caller's pattern, where it is not the simplest; else empty."""
+        return "" if self.given in (None, self.pattern) else f", given as {self.given}"
 
     @property
     def masked(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec import checks
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, permutation, places, same_permutation
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.reach import Offsets, Reach
@@ -118,8 +119,7 @@ def positions(order: str, pattern: Pattern, length: int) -> Tensor:
     """
     import torch
 
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise InvalidInput(f"length must be an integer >= 1, got {length!r}")
+    length = checks.length(length)
     at = _permutation(order, pattern, length)
     return torch.arange(length) if at is None else at.clone()
 

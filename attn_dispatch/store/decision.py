@@ -131,6 +131,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
         return self.choice, self.order
 
     @property
+    def decided_by(self) -> str:
+        """The word in explanations, counters and logs: its origin if another machine decided, else its source."""
+        return self.origin or self.source
+
+    @property
     def address(self) -> Address:
         """The address in the store."""
         return Address(self.silicon, self.group, self.key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from attn_dispatch import process_state
 from attn_dispatch.log import say_once
-from attn_dispatch.settings import NOWHERE, max_cache_bytes
+from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
 from attn_dispatch.store.address import GROUP, KEY, SILICON, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
@@ -42,7 +42,7 @@ from attn_dispatch.store.decision import (
     time_of,
 )
 from attn_dispatch.store.merge import merge
-from attn_dispatch.store.plausible import impossible_time
+from attn_dispatch.store.plausible import why_refused
 from attn_dispatch.text import printable
 
 PUTS_PER_CLEANUP = 256  #: a process cleans the store up at its first write, then at every 256th
@@ -56,7 +56,9 @@ _touched: set[str] = set()
 _puts: Counter[Path] = Counter()
 _examined: set[Path] = set()  # folders of decisions, once it is known whether others can write to them
 _shared: set[Path] = set()  # cache folders that were reported
+_unstored: dict[Path, str] = {}  # why a decision could not be written, by cache folder
 process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _shared.clear)
+process_state.register(process_state.READ, _unstored.clear)
 
 
 class Added(NamedTuple):
@@ -99,20 +101,27 @@ class Store:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
         self.path(*decision.address)
-        if self.folder == NOWHERE:
-            return None
+        why = NO_HOME
         try:
-            return self.add(decision).path
-        except LaterSchema:
-            return None  # reading it has logged a warning
+            if self.folder != NOWHERE:
+                return self.add(decision).path
+        except LaterSchema as error:
+            why = str(error)  # reading it has logged a warning
         except OSError as error:
             # Not the file, nor the group's folder, which there may be room for: one warning for all.
             there = (str(each) for each in (self.root, *self.root.parents) if os.path.exists(each))
             where = error.filename if error.errno == errno.ELOOP else next(there)
-            say_once(f"decisions are not stored: {where} cannot be written ({error.strerror or error})")
+            why = f"{where} cannot be written ({error.strerror or error})"
+            say_once(f"decisions are not stored: {why}")
         except Damaged as error:
-            say_once(f"the decision for {printable(decision.title)} is not stored: {error}")
+            why = f"the decision for {printable(decision.title)} is not stored: {error}"
+            say_once(why)
+        _unstored[self.folder] = why
         return None
+
+    def why_unstored(self) -> str:
+        """Why this process could not store a decision here, the last time; empty if it could store all."""
+        return _unstored.get(self.folder, "")
 
     def add(self, decision: Decision) -> Added:
         """Write a decision as `put` does, but raise on failure; its path and the effect.
@@ -181,6 +190,11 @@ class Store:
                 found.append(_read(f"{folder}/{name}", address))
         return [each for each in found if each is not None]
 
+    def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
+        """The silicons for which a decision of the problem, as `Problem.to_dict` writes it, is stored."""
+        places = (Address.of(problem, silicon) for silicon in _names(self.root))
+        return [each.silicon for each in places if each.is_valid and self.path(*each).is_file()]
+
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision with its path, sorted by silicon and key."""
         for silicon in _names(self.root):
@@ -208,7 +222,7 @@ def shipped(silicon: str) -> dict[str, Decision]:
     found = {}
     try:
         source = package_files(source).joinpath(f"{silicon}.json")
-        for each in map(_possible, read_bundle(source.read_bytes())):
+        for each in map(_believable, read_bundle(source.read_bytes())):
             if isinstance(each, Refused):
                 say_once(f"ignored {each.what} of the shipped profile {source}: {each.reason}")
             elif each.silicon == silicon:
@@ -223,8 +237,8 @@ def shipped(silicon: str) -> dict[str, Decision]:
 process_state.register(process_state.READ, shipped.cache_clear)
 
 
-def _possible(found: Decision | Refused) -> Decision | Refused:
-    why = "" if isinstance(found, Refused) else impossible_time(found)
+def _believable(found: Decision | Refused) -> Decision | Refused:
+    why = "" if isinstance(found, Refused) else why_refused(found)
     return Refused(f"key {found.key}", why) if why and not isinstance(found, Refused) else found
 
 

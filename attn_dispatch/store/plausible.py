@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from attn_dispatch.store.address import Address
 from attn_dispatch.store.decision import TIMED, Decision
 
 CORES = re.compile(r"^cpu-.*-(\d+)c-(\d+)t$")
@@ -25,6 +27,14 @@ MASKED_SHARE = 1 / 8  #: share of the pairs that the masks of a trial leave at l
 SIZES = ("q_len", "k_len", "heads")
 # What a stored problem of an unknown kind, or a damaged one, raises.
 PROBLEM_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ArithmeticError)
+
+
+def why_refused(decision: Decision) -> str:
+    """Why another machine's decision is not believed: it is another problem's, or a time cannot be; else empty."""
+    with suppress(*PROBLEM_ERRORS):
+        if Address.of(decision.problem, decision.silicon) != decision.address:
+            return "its key is not that of its problem"
+    return impossible_time(decision)
 
 
 def impossible_time(decision: Decision) -> str:

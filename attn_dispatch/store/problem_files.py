@@ -24,13 +24,14 @@ from attn_dispatch.store import files
 
 MISSED = "missed.jsonl"
 MOST = 1 << 20  #: bytes of the file; past this its older half is removed
+MAX_NOTED = 4096  #: problems of a process that are known to be in the file; past this some may enter it twice
 
 _noted: set[tuple[Path, bytes]] = set()
 process_state.register(process_state.READ, _noted.clear)
 
 
 def note_missed(folder: Path, problem: dict[str, Any]) -> None:
-    """Append a problem to the folder's file of missed problems, once in a process."""
+    """Append a problem to the folder's file of missed problems, as a rule once in a process."""
     line = msgspec.json.encode(problem) + b"\n"
     mark = folder, hashlib.sha256(line).digest()
     if mark in _noted or folder == NOWHERE:
@@ -42,6 +43,8 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
     except OSError as error:
         say_once(f"misses are not recorded: {folder} cannot be written ({error.strerror or error})")
         return
+    if len(_noted) >= MAX_NOTED:
+        _noted.clear()
     _noted.add(mark)
 
 

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, cast
 
+from attn_dispatch.log import logger
 from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, ONE_TIME_MS, HostStopwatch, Stopwatch, calibrate
 from attn_dispatch.tuning.guard import DeviceLost
@@ -37,6 +38,7 @@ FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where
 NEAR_RATIO = 1.15  #: the same where fewer than `FEW_ROUNDS` fit
 FAR_SLOWER = 1.5  #: ratio of the fastest samples from which a candidate is retired from a disturbed race
 SAME = 0.05  #: share by which a candidate's fastest samples differ at most once more of them add nothing
+SAID_AFTER_S = 5.0  #: seconds after which a trial that a caller waits for says so
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
 _EXTRA_SAMPLES = 5
 
@@ -71,13 +73,23 @@ def time_in_rounds(calls: Mapping[str, Callable[[], object]], **options: Any) ->
     return exhausted(sampled_in_rounds(calls, **options))
 
 
-def exhausted(steps: Steps[T]) -> T:
-    """Run all steps; what they return."""
+def exhausted(steps: Steps[T], between: Callable[[], object] = lambda: None) -> T:
+    """Run all steps, and `between` after each; what the steps return."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
             return cast(T, end.value)
+        between()
+
+
+def said_if_long(what: object, seconds: float) -> bool:
+    """Whether a trial takes long enough to say what keeps a caller, and how to avoid it; then it is logged."""
+    if seconds <= SAID_AFTER_S:
+        return False
+    how = "ATTN_DISPATCH_BUDGET_MS limits that, ATTN_DISPATCH_MODE=predict or online avoids it"
+    logger.warning("measuring %s, for %.0f s so far; later calls use the decision. %s", what, seconds, how)
+    return True
 
 
 def sampled_in_rounds(

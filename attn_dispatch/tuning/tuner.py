@@ -33,7 +33,7 @@ from attn_dispatch.tuning.example import Example, example_bytes, made_timed
 from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference, referenced
 from attn_dispatch.tuning.race import Race
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, said_if_long
 
 # Of a trial that a caller waits for.
 FIXED_S = 0.05  #: seconds that it may take for a problem of microseconds
@@ -56,7 +56,7 @@ LAST_RESORT_RATE = 0.25  #: the same for the last resort, which writes the matri
 def run_trial(request: Request, budget_s: float | None, **options: Any) -> Decision | None:
     """All steps of `trial_of` at once, with the same arguments; the decision, or None if nothing could be measured."""
     trial = trial_of(request, budget_s, **options)
-    return None if trial is None else exhausted(trial.steps())
+    return None if trial is None else exhausted(trial.steps(), trial.say_if_long)
 
 
 def trial_of(
@@ -119,6 +119,7 @@ class Trial:
     chosen: Candidate | None = None
     gate: Gate | None = None  #: while its example is needed
     emptied: bool = False
+    said: bool = False  #: that it takes long
 
     def __post_init__(self) -> None:
         self.start = self.clock()
@@ -151,6 +152,10 @@ class Trial:
             return None
         self._clear_strikes()
         return self._decision(self.chosen)
+
+    def say_if_long(self) -> None:
+        """Say once, where a caller waits, that the trial goes on for seconds."""
+        self.said = self.said or (self.waiting and said_if_long(self.problem, self.clock() - self.start))
 
     def pause(self, most_bytes: float) -> int:
         """Give back what other code must not find; bytes of the tensors that stay, `most_bytes` at most."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -240,6 +241,9 @@ def test_a_forced_backend_that_refuses() -> None:
     assert (found.choice, found.order, found.source) == (None, None, "forced")
     assert [row.status for row in found.candidates] == ["unsupported"]
     assert "asked for 0.5" in found.candidates[0].reason
+    for given in (Window(4096, 0), Dilated((4096,), (1,), is_causal=True)):
+        with pytest.raises(NoBackend, match=rf"run Dense\(causal\), given as {re.escape(str(given))} in natural"):
+            attend(*qkv(), given, dropout_p=0.5, backend="sdpa", order="natural")
 
 
 @pytest.mark.parametrize("call", [attend, explain])
@@ -300,9 +304,12 @@ def test_an_explanation_is_a_table(measured: bool) -> None:
         attend(q, k, v)
     found = explain(q, k, v)
     assert [row.backend for row in found.candidates] == [*BUILT_IN[:-1], "planted", BUILT_IN[-1]]
-    lines = str(found).splitlines()
-    assert [line.split()[0] for line in lines[-len(found.candidates) :]] == [row.backend for row in found.candidates]
-    assert "unsupported: not at full moon" in lines[-2]
+    *lines, last = str(found).partition("verdict\n")[2].splitlines()
+    elsewhere = [row.backend for row in found.candidates if "runs on cuda" in row.reason]
+    assert last == f"{len(elsewhere)} backends need CUDA: {', '.join(elsewhere)}"
+    here = [row.backend for row in found.candidates if row.backend not in elsewhere]
+    assert [line.split()[0] for line in lines if line[0] != " "] == here
+    assert any(line.startswith("planted ") and line.endswith("unsupported: not at full moon") for line in lines)
     assert found.key in str(found)
     assert json.loads(json.dumps(found.to_dict()))["choice"] == found.choice
 

@@ -23,7 +23,7 @@ from attn_dispatch.errors import InvalidInput, NotDecided
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.problem_files import Use, read_record
-from tests.support.calls import Plugin, close, counted, forget, formula, qkv
+from tests.support.calls import NO_NUMBERS, Plugin, close, counted, forget, formula, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -291,7 +291,10 @@ def test_the_budget_goes_where_the_time_went(monkeypatch: pytest.MonkeyPatch, tm
     assert [seconds for _, seconds in given] == pytest.approx(expected, abs=0.5)
     profile(problems, budget_s=30.0, progress=False, weights=[0.0, 0.0, 0.0])
     assert [seconds for _, seconds in given[3:]] == pytest.approx([10.0, 15.0, 30.0], abs=0.5)
-    for wrong in ([1.0], [1.0, 1.0, -1.0], [1.0, 1.0, math.inf]):
+    profile(problems, budget_s=30.0, progress=False, weights=[1e308] * 3)
+    assert [seconds for _, seconds in given[6:]] == pytest.approx([10.0, 15.0, 30.0], abs=0.5)
+    wrong: Any
+    for wrong in ([1.0], 1.0, "111", *([1.0, 1.0, each] for each in (None, math.inf, *NO_NUMBERS))):
         with pytest.raises(InvalidInput, match="weights must be a number >= 0 for each of the 3 problems"):
             profile(problems, progress=False, weights=wrong)
 
@@ -315,7 +318,13 @@ def test_profile_without_problems() -> None:
     assert profile([], progress=False) == []
 
 
-@pytest.mark.parametrize("budget", [0, -1, math.nan])
-def test_profile_refuses_an_invalid_budget(budget: float) -> None:
+@pytest.mark.parametrize("budget", [0, *NO_NUMBERS], ids=str)
+def test_profile_refuses_an_invalid_budget(budget: Any) -> None:
     with pytest.raises(InvalidInput, match="budget_s must be a number > 0 or None"):
         profile([], budget_s=budget, progress=False)
+
+
+@pytest.mark.parametrize("path", [0, True, None, 1.5], ids=str)
+def test_what_is_no_path_is_not_recorded_to(path: Any) -> None:
+    with pytest.raises(InvalidInput, match="path must be a path"), record(path):
+        pass

@@ -187,21 +187,36 @@ def test_a_length_above_really_fails_under_the_limit(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("v2/*/*/*.json"))
 
 
-def test_what_was_found_is_printed_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(tokens: int) -> Outcome:
-        if tokens > 2048:
-            raise KeyboardInterrupt
-        return ran()
+def interrupt() -> Outcome:
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr(longest, "run_alone", Processes(answer).run_alone)
+
+def terminate() -> Outcome:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return ran()
+
+
+@pytest.mark.parametrize("end", [interrupt, terminate])
+def test_what_was_found_is_printed_after_an_interruption(
+    end: Callable[[], Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def otherwise(*_: object) -> None:
+        raise AssertionError("the command does not handle it")
+
+    monkeypatch.setattr(longest, "run_alone", Processes(lambda n: ran() if n <= 2048 else end()).run_alone)
     arguments = ("limits", "--shape", "1,2k,2,16", "--backend", "sdpa", "--device", "cpu")
-    done = command(tmp_path, *arguments)
+    before = signal.signal(signal.SIGTERM, otherwise)
+    try:
+        done, again = command(tmp_path, *arguments), command(tmp_path, *arguments, "--json")
+        assert signal.getsignal(signal.SIGTERM) is otherwise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert done.returncode == 1
     assert "interrupted" in done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("sdpa "))
     assert "2,048" in line
     assert line.endswith("   not finished")
-    found = json.loads(command(tmp_path, *arguments, "--json").stdout)
+    found = json.loads(again.stdout)
     assert found["interrupted"]
     assert not found["limits"][0]["complete"]
     assert found["limits"][0]["longest"]["tokens"] == 2048
@@ -306,27 +321,6 @@ def test_what_was_found_is_printed_after_an_error(
     assert found["limits"][0]["longest"]["tokens"] == 2048
     assert not found["interrupted"]
     assert str(error.args[-1]) in found["error"]
-
-
-def test_sigterm_prints_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def answer(tokens: int) -> Outcome:
-        if tokens > 2048:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return ran()
-
-    def otherwise(*_: object) -> None:
-        raise AssertionError("the command does not handle it")
-
-    before = signal.signal(signal.SIGTERM, otherwise)
-    try:
-        monkeypatch.setattr(longest, "run_alone", Processes(answer).run_alone)
-        done = command(tmp_path, "limits", "--shape", "1,2k,2,16", "--backend", "sdpa", "--device", "cpu", "--json")
-        assert signal.getsignal(signal.SIGTERM) is otherwise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    found = json.loads(done.stdout)
-    assert found["interrupted"]
-    assert found["limits"][0]["longest"]["tokens"] == 2048
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from attn_dispatch.cli.report import page as page_module
 from attn_dispatch.cli.report import plots
-from attn_dispatch.cli.report.comparisons import Gain, default_of, gain_of, mean_gain, outcomes
+from attn_dispatch.cli.report.comparisons import Gain, default_of, gain_of, known_factors, outcomes
 from attn_dispatch.cli.report.sections import Machine
 from attn_dispatch.cli.report.series import all_series
-from attn_dispatch.store.decision import Decision
+from attn_dispatch.store.decision import TIMED, Decision
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support import stored_profiles as made_up
 from tests.support.commands import command, plain
@@ -99,12 +100,11 @@ def test_a_choice_that_takes_twice_as_long_is_twice_as_slow() -> None:
     assert (gain.verdict, gain.interval) == ("2.00x slower", "1.60 - 2.50")
 
 
-def test_the_mean_gain_is_geometric_and_counts_defaults_as_1() -> None:
+def test_a_choice_that_is_the_default_gains_1() -> None:
     four, one, unknown = (
         gain_of(decision({SDPA: sdpa, NATIVE: native})) for sdpa, native in ((4.0, 1.0), (1.0, 2.0), (None, 1.0))
     )
-    assert mean_gain([four, one, unknown]) == pytest.approx(2.0)
-    assert mean_gain([unknown]) is None
+    assert known_factors([four, one, unknown]) == pytest.approx([4.0, 1.0])
 
 
 def test_outcomes_count_verdicts_and_reasons_that_differ_in_numbers_only() -> None:
@@ -143,7 +143,25 @@ def test_a_crossing_within_noise_and_one_that_is_not_known() -> None:
     apart = [made_up.whole(each, one) for each, one in zip(made_up.problems((1024, 2048)), times)]
     (unknown,) = all_series(apart)[0].crossings
     assert (unknown.tokens, unknown.ms) == (None, None)
-    assert "not known, since one was not timed at both" in str(unknown)
+    assert "unknown, since one was not timed at both" in str(unknown)
+
+
+@pytest.mark.parametrize(("lengths", "at"), [((1024,), "1,024"), ((4096,), "4,096"), ((1024, 4096), "1,024, 4,096")])
+def test_no_headline_rests_on_single_samples(lengths: tuple[int, ...], at: str) -> None:
+    made = [once(each) if each.problem["q_len"] in lengths else each for each in made_up.crossing((1024, 4096))]
+    (series,) = all_series(made)
+    assert series.crossings == []
+    assert series.notes == [f"Which candidate is the fastest is not known at {at} tokens: it was timed once there."]
+    gains = list(map(gain_of, made))
+    assert len(known_factors(gains)) == sum(gain.is_chosen or 4096 not in lengths for gain in gains)
+    (crossing,) = all_series([once(each, "slower") for each in made_up.crossing((1024, 4096))])[0].crossings
+    assert crossing.tokens is None  # nor where the two cross
+
+
+def once(decision: Decision, *statuses: str) -> Decision:
+    """The decision with candidates, or those of these statuses, timed once."""
+    rows = (replace(row, rounds=1) if row.status in (statuses or TIMED) else row for row in decision.candidates)
+    return replace(decision, candidates=tuple(rows))
 
 
 def test_series_of_one_title_are_told_apart_and_others_are_not_mixed() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,22 @@ def test_a_backend_that_refuses_every_problem_is_listed_with_the_shared_reasons(
     assert sum(line.startswith(("native", "flex", "tiles", "odd")) for line in short) == 8
 
 
+def test_a_notebook_shows_the_table_with_long_reasons_below_and_one_line_for_what_needs_cuda() -> None:
+    long = f"package <flash> is missing; {'why ' * 30}end"
+    found = explained(("flash", "not_installed", f"{long}; {CUDA}"), ("odd", "unsupported", long), ("x", "failed", ""))
+    html = found._repr_html_()
+    assert html == f"<pre>{escape(str(found))}</pre>"
+    assert "<flash>" not in html
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[-1] == "1 backend needs CUDA: flash"
+    row = next(number for number, line in enumerate(lines) if line.startswith("odd"))
+    assert lines[row].endswith("unsupported")
+    assert " ".join("".join(lines[row + 1 : row + 3]).split()) == long
+    forced = replace(found, choice=None)  # then nothing else is said
+    assert "\nflash" in str(forced)
+
+
 def test_a_candidate_of_one_problem_only_stays_in_its_table() -> None:
     assert refused_by_all([explained(("triton", "unsupported", CUDA)), explained()]) == {}
 
@@ -61,8 +79,10 @@ def test_a_candidate_of_one_problem_only_stays_in_its_table() -> None:
 def test_profile_lists_such_a_backend_once_and_in_every_table_if_verbose(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = measured
     short, whole = (command(folder, "profile", *TWO, "--quick", *more).stdout for more in ((), ("--verbose",)))
-    assert (short.count("\n  triton: "), short.count("\ntriton ")) == (1, 0)
-    assert (whole.count("\n  triton: "), whole.count("\ntriton ")) == (0, 2)
+    assert (short.count(" need CUDA: "), short.count("\ntriton ")) == (1, 0)
+    assert (whole.count(" need CUDA: "), whole.count("\ntriton ")) == (0, 2)
+    assert max(map(len, short.splitlines()[:-1])) <= 120
+    assert re.search(rf"\n2 problems: \d decided, \d provisional.*, 0 failed; stored in {folder}/v2/\S+\n$", short)
     assert short.count("\nsdpa ") == whole.count("\nsdpa ") == 2
     assert plain(command(folder, "profile", *TWO, "--quick", "--json"))["decisions"] == printed["decisions"]
     for decision in printed["decisions"]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
+from tests.support.commands import problems
 from tests.support.crossovers import HILBERT, LENGTHS, NATURAL, crossing, measured, planted
 from tools.lib import planted as made_up
 
@@ -86,13 +84,8 @@ def test_inspect_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert 2048 < above["tokens"] <= 4096
     assert (never["tokens"], never["low"], never["high"]) == (None, 1024, None)
     assert (unknown["tokens"], unknown["low"], unknown["high"]) == (None, None, None)
-    assert above["pattern"] == {
-        "kind": "Neighborhood",
-        "window": [13, 13],
-        "dilation": [1, 1],
-        "is_causal": [False, False],
-        "edges": "clip",
-    }
+    both = {"window": [13, 13], "dilation": [1, 1], "is_causal": [False, False]}
+    assert above["pattern"] == {"kind": "Neighborhood", "edges": "clip", **both}
     assert (above["dtype"], above["head_dim"], above["direction"]) == ("float32", 64, "forward")
     assert (above["order"], above["silicon"]) == ("hilbert", made_up.SILICON)
     stored = {path.stem for path in folder.glob("v2/*/*/*.json")}
@@ -112,23 +105,6 @@ def test_the_direction_includes_other_properties_of_a_group(folder: Path, capsys
     store_all(folder, *(measured(n, {NATURAL: 2.0, HILBERT: 1.0}, **more) for n in LENGTHS[:2]))
     (series,) = json.loads(output(capsys, "inspect", "--thresholds", "--json"))["thresholds"]
     assert series["direction"] == "forward + backward key_mask dropout ranks 2"
-
-
-def test_wrong_usage(folder: Path) -> None:
-    for arguments in (("--thresholds", "--regret"), ("--thresholds", "--key", "3f")):
-        with pytest.raises(SystemExit, match="2"):
-            main(("inspect", *arguments))
-
-
-def test_no_torch(folder: Path) -> None:
-    store_three_series(folder)
-    for command in (("inspect", "--thresholds"), ("profile", "--help")):
-        code = (
-            f"import sys\nfrom attn_dispatch.cli import main\ntry: main({command!r})\nexcept SystemExit: pass\n"
-            "print('attn_dispatch.learning.thresholds' in sys.modules, 'torch' in sys.modules)"
-        )
-        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-        assert done.stdout.split()[-2:] == ["True", "False"]
 
 
 @pytest.mark.parametrize(
@@ -207,12 +183,6 @@ def test_labels_do_not_overlap() -> None:
 
 
 # --- profile ----------------------------------------------------------------------------------------------------------
-
-
-def problems(*arguments: str) -> list[Problem]:
-    parser = argparse.ArgumentParser()
-    shapes.add_options(parser)
-    return shapes.problems_of(parser.parse_args(["--device", "cpu", *arguments]))
 
 
 def test_a_grid_is_scaled_to_lengths() -> None:

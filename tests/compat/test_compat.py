@@ -109,6 +109,10 @@ def test_what_flash_attn_has_and_attend_not() -> None:
         compat.flash_attn_varlen_func(q, q, q, starts, starts, 6, 6, block_table=starts)
     with pytest.raises(InvalidInput, match="return_attn_probs gives no dropout pattern"):
         compat.flash_attn_func(q[None], q[None], q[None], dropout_p=0.5, return_attn_probs=True)
+    side: Any
+    for side in (math.inf, 2.5, "1"):
+        with pytest.raises(InvalidInput, match="window_size must be two integers"):
+            compat.flash_attn_func(q[None], q[None], q[None], window_size=(side, 0))
     with pytest.raises(InvalidInput, match="cu_seqlens_k must rise from 0 to 6, got"):
         compat.flash_attn_varlen_func(q, q, q, starts, starts + 1, 6, 6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from attn_dispatch.store import folder
 from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.decision import Decision, Row, encode
 from attn_dispatch.store.folder import Store
-from tests.decisions.test_stale import Installed, row, stored
+from tests.decisions.test_stale import Installed, row
 from tests.support.calls import counted, later, qkv
+from tests.support.ordered import stored
 from tests.support.planted import wrong_out
 
 
@@ -76,21 +78,23 @@ def test_one_that_holds_is_used_after_a_few_calls(
     assert explain(*qkv()).source == "imported"
     assert "imported, not yet checked here" in str(explain(*qkv()))
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
     assert (explain(*qkv()).choice, explain(*qkv()).unchecked) == ("b", False)
     assert installed.by_name["c"].calls == 0
     assert installed.by_name["a"].calls <= 10
     assert warnings() == []
 
 
-def test_no_later_process_checks_again(installed: Installed, tmp_path: Path) -> None:
+def test_no_later_process_checks_again(installed: Installed, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
     give(given, tmp_path)
     attend(*qkv())
     restart(installed)
+    caplog.set_level(logging.INFO, "attn_dispatch")
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
+    assert "b in natural order (imported)" in caplog.text
     assert {name: backend.calls for name, backend in installed.by_name.items()} == {"a": 0, "b": 1, "c": 0}
     assert stored().origin == "imported"
 
@@ -124,7 +128,7 @@ def test_within_a_tenth_it_is_believed(installed: Installed, tmp_path: Path) -> 
     installed.add("b", 4.3)
     give(given, tmp_path)
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
 
 
 def test_a_slow_first_call_is_not_what_counts(
@@ -141,14 +145,14 @@ def test_a_slow_first_call_is_not_what_counts(
 
     monkeypatch.setattr(backend, "run", first_slow)
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
     assert backend.calls > 2
 
 
 def test_the_static_choice_runs_the_hard_cases_alone(installed: Installed, tmp_path: Path) -> None:
     give(elsewhere(installed, "a"), tmp_path)
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
     assert installed.called() == {"a"}
     assert sum(problem.q_len == 16 for problem in installed.by_name["a"].seen) <= 1
 
@@ -185,7 +189,7 @@ def test_modes_that_never_time_use_it_as_it_is(
     give(elsewhere(installed, "c", c=1), tmp_path)
     set_mode(mode)
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
     assert explain(*qkv()).choice == "c"
     assert explain(*qkv()).unchecked
     assert installed.called() == set()
@@ -211,10 +215,10 @@ def test_versions_that_another_machine_measured_with(installed: Installed, tmp_p
     installed.add("b", 1)
     give(given, tmp_path)
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
     restart(installed)
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
     assert installed.called() == set()
     restart(installed)
     installed.add("b", 9, "2")
@@ -234,7 +238,7 @@ def test_what_failed_on_another_machine_is_not_tried_first(installed: Installed,
     ]
     give(msgspec.structs.replace(given, candidates=tuple(rows)), tmp_path)
     attend(*qkv())
-    assert counted(loaded=1)
+    assert counted(imported=1)
     assert installed.by_name["c"].calls == 0
 
 
@@ -258,7 +262,7 @@ def test_predictions_rest_on_what_is_confirmed(installed: Installed, tmp_path: P
     attend(*qkv(300))  # reads the evidence
     attend(*qkv())
     attend(*qkv(17))
-    assert counted(measured=1, loaded=1, learned=1)
+    assert counted(measured=1, imported=1, learned=1)
     assert explain(*qkv(17)).choice == "b"
 
 

@@ -20,13 +20,14 @@ from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store import crash_markers
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import race
 from tests.decisions.test_foreign import give
 from tests.decisions.test_online import MS, Machine, Timed, call_until_measured
 from tests.support.calls import close, counted, forget, formula, qkv
+from tests.support.ordered import stored
 
 DISTURBED = "other programs took the cores while it was measured"
 
@@ -42,11 +43,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) ->
     for name, takes_ms in (("a", 4), ("b", 2), ("c", 5)):
         found.add(name, takes_ms)
     return found
-
-
-def stored() -> Decision:
-    ((_, decision),) = Store(cache_folder()).all()
-    return decision
 
 
 def row(name: str) -> Row:

@@ -20,15 +20,11 @@ from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning import gate
 from tests.support.calls import counted, forget, forget_all, qkv
+from tests.support.ordered import stored
 
 DISTURBED = "other programs took the cores while it was measured"
 
 pytestmark = pytest.mark.usefixtures("little_time")
-
-
-def stored() -> Decision:
-    ((_, decision),) = Store(cache_folder()).all()
-    return decision
 
 
 def replace_stored(**changes: Any) -> None:

@@ -20,11 +20,12 @@ from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
-from attn_dispatch.store.decision import Decision, Drift, Row
+from attn_dispatch.store.decision import Drift, Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning.candidates import Request
 from tests.support import virtual_clock
 from tests.support.calls import counted, forget, later, qkv, status
+from tests.support.ordered import stored
 from tests.support.planted import Planted
 from tests.support.virtual_clock import VirtualClock
 
@@ -88,11 +89,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     assert all(row.median_ms is not None for row in stored().candidates)
     found.restart()
     return found
-
-
-def stored() -> Decision:
-    ((_, decision),) = Store(cache_folder()).all()
-    return decision
 
 
 def row(name: str) -> Row:

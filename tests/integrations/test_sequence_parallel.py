@@ -21,7 +21,7 @@ from attn_dispatch.integrations.unmasked import heads_of
 from attn_dispatch.spec.pattern import Pattern
 from tests.support import ring_ranks
 
-pytestmark = [pytest.mark.usefixtures("little_time", "_processes"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.usefixtures("little_time", "no_trials", "_processes"), pytest.mark.filterwarnings("ignore")]
 
 WORLD, BATCH, LENGTH, HEAD_DIM = 2, 2, 32, 8
 PATTERNS: dict[str, Pattern] = {
@@ -33,11 +33,6 @@ PATTERNS: dict[str, Pattern] = {
     "split": Dilated((8, 16), (1, 2), is_causal=True, heads="split"),
 }
 HEADS = {"heads": (4, 4), "grouped": (4, 2), "few": (6, 2), "uneven": (6, 3)}
-
-
-@pytest.fixture(autouse=True)
-def _no_trials(set_mode: Callable[[str], None]) -> None:
-    set_mode("off")
 
 
 def needs(*names: str) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine import devices, hardware, memory
-from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, forget, write
+from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, write
 
 INTEL_AMX = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -49,11 +48,7 @@ CPU = hardware.Cpu("Some CPU 1", ("avx2",), 8, 4, 4, MIB, None, 16 * GIB)
 GPU = hardware.Gpu(0, "Some GPU", "GPU-a", (9, 0), 132, 50 * MIB, 79 * GIB, "550.54", False, 232448)
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    forget()
-    yield
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh_machine")
 
 
 # --- CPU --------------------------------------------------------------------------------------------------------------

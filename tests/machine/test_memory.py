@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +22,6 @@ from tests.support.fakes import (
     cuda_memory,
     fake_cuda,
     fake_nvml,
-    forget,
     pluggable_allocator,
     write,
 )
@@ -32,11 +30,7 @@ SMAPS = Path("/proc/self/smaps")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    forget()
-    yield
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh_machine")
 
 
 # --- host memory ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,13 @@ from attn_dispatch.machine.devices import missing_code
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning.candidates import Request
-from tests.support.fakes import GIB, GTX1080, cuda_memory, fake_cuda, forget, props
+from tests.support.fakes import GIB, GTX1080, cuda_memory, fake_cuda, props
 
 CUDA = torch.device("cuda", 0)
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    forget()
-    yield
-    forget()
+pytestmark = pytest.mark.usefixtures("fresh_machine")
 
 
 @pytest.mark.parametrize(

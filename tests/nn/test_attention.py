@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +16,7 @@ from attn_dispatch.spec.pattern import Pattern
 from tests.support.pairwise import crossed
 from tests.support.ring_ranks import Ranks
 
-
-@pytest.fixture(autouse=True)
-def _no_trials(set_mode: Callable[[str], None]) -> None:
-    """Which backend runs is tested elsewhere."""
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 
 DIM, HEADS = 32, 4

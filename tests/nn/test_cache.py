@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,11 +15,7 @@ from attn_dispatch.nn import DilatedAttention, KVCache, MultiheadAttention
 from tests.nn.test_attention import DIM, HEADS, drawn
 from tests.support.pairwise import crossed
 
-
-@pytest.fixture(autouse=True)
-def _no_trials(set_mode: Callable[[str], None]) -> None:
-    """Which backend runs is tested elsewhere."""
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 
 @crossed(

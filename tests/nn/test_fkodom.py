@@ -28,9 +28,7 @@ SEGMENTS, RATES = (8, 16), (1, 2)
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj", "norm")
 
 
-@pytest.fixture(autouse=True)
-def _no_trials(set_mode: Callable[[str], None]) -> None:
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +20,7 @@ from tests.support.pairwise import crossed
 CONFIG = AttentionConfig(dim=32, heads=4, segment_lengths=[4, 16], dilation_rates=[1, 2])
 
 
-@pytest.fixture(autouse=True)
-def _no_trials(set_mode: Callable[[str], None]) -> None:
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 
 def drawn(*shape: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,9 +56,7 @@ DEFAULTS: dict[str, Any] = {
 LINEAR = ("k_proj", "v_proj", "q_proj", "out_proj")
 
 
-@pytest.fixture(autouse=True)
-def _no_trials(set_mode: Callable[[str], None]) -> None:
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 
 def arguments(**changed: Any) -> Any:

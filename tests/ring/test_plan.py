@@ -35,6 +35,7 @@ from attn_dispatch.testing.allocations import allocated_peak
 from tests.support import ring_ranks
 from tests.support.pairwise import thinned
 from tests.support.ring_ranks import Ranks
+from tools.docs.commands import EXAMPLES
 
 CPU = torch.device("cpu")
 RANKS = 4
@@ -286,6 +287,11 @@ def store_decision(folder: Path, problem: Problem, median_ms: float) -> None:
         order="natural", source="measured", candidates=(row,), provenance={}, created="2026-01-01T00:00:00+00:00",
     )  # fmt: skip
     assert Store(folder).put(decision)
+
+
+def test_the_example_of_the_readme_predicts_a_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXAMPLES["plan"].split(), "--json"]) == 0
+    assert all(plan["fastest"] for plan in json.loads(capsys.readouterr().out)["plans"])
 
 
 def test_without_a_rate_there_is_no_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,7 @@ def test_shards_of_different_kinds(ranks: Ranks, other: tuple[Any, ...], message
         ({"pattern": Dilated((12,), (1,)), "order": "ring"}, NoBackend, "ring: no rank sees another's rows"),
         ({"dropout_p": 0.5}, NoBackend, "ring: has no dropout, asked for 0.5"),
         ({"seq_lens": torch.tensor([40, 3])}, InvalidInput, "seq_lens must"),
-        ({"settings": {"ATTN_DISPATCH_MODE": "locked"}}, NotDecided, "no rank has a decision for [2, 36, 4, 8]"),
+        ({"settings": {"ATTN_DISPATCH_MODE": "locked"}}, NotDecided, "no decision is stored on ring-3r-1h-contiguous-"),
     ],
     2,
     str,

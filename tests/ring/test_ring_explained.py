@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from attn_dispatch import attend, explain
+from attn_dispatch import attend, counters, explain
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.spec.orders import LOCAL, ULYSSES
 from attn_dispatch.spec.pattern import Dilated
@@ -17,8 +17,8 @@ from tests.support.ring_ranks import Ranks
 pytestmark = pytest.mark.usefixtures("little_time")
 
 
-def decided(forget: bool) -> tuple[str, str]:
-    """The order and the source of the decision."""
+def decided(forget: bool) -> tuple[str, str, str]:
+    """The order and the source of the decision, and as what it was counted."""
     if forget:
         ring_ranks.forget()
     mesh = ring_ranks.group()
@@ -26,7 +26,8 @@ def decided(forget: bool) -> tuple[str, str]:
     attend(*tensors, is_causal=True, mesh=mesh)
     found = explain(*tensors, is_causal=True, mesh=mesh)
     assert found.choice == "ring"
-    return str(found.order), found.source
+    (counted,) = [name for name, count in counters().items() if count]
+    return str(found.order), found.source, counted
 
 
 def explained(order: str) -> tuple[str, str]:
@@ -63,8 +64,8 @@ def test_other_lengths_are_explained_anew(ranks: Ranks, set_mode: Any) -> None:
 def test_a_decision_is_measured_once_and_stored(ranks: Ranks, set_mode: Any) -> None:
     found = set(ranks.everywhere(decided, False, ranks=2))
     assert len(found) == 1
-    assert found.pop()[1] == "measured"
+    assert found.pop()[1:] == ("measured", "measured")
     set_mode("locked")  # nothing more is measured, or it would raise
     again = set(ranks.everywhere(decided, True, ranks=2))
     assert len(again) == 1
-    assert again.pop()[1] == "measured"
+    assert again.pop()[1:] == ("measured", "loaded")

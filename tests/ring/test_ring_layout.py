@@ -21,6 +21,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import Case
+from tests.support.calls import NO_NUMBERS
 from tests.support.pairwise import crossed, thinned
 from tests.support.ring_calls import blocks_of
 
@@ -117,6 +118,7 @@ def test_zigzag_balances_causal_pairs(ranks: int, tokens: int) -> None:
         ((12, 3, (1, 2, 1)), (3, 6, 3)),
         ((100, 2, (0.55, 0.45)), (55, 45)),
         ((10, 2, (3, 1)), (8, 2)),
+        ((10, 2, (1e308, 1e308)), (5, 5)),
         ((77, 3, None, 8), (24, 24, 29)),
         ((64, 3, (1, 2, 5), 8), (8, 16, 40)),
         ((5, 1), (5,)),
@@ -134,9 +136,7 @@ def test_deal(arguments: tuple[Any, ...], lengths: tuple[int, ...]) -> None:
         ((100, 2, (1000, 1)), "leave rank 1 none"),
         ((10, 2, (1, 2, 3)), "weights must be 2 positive numbers"),
         ((10, 2, (1, 0)), r"weights must be .* got \(1, 0\)"),
-        ((10, 2, (1, -1)), "weights must be"),
-        ((10, 2, (1, float("inf"))), "weights must be"),
-        ((10, 2, (1, float("nan"))), "weights must be"),
+        *(((10, 2, (1, each)), "weights must be") for each in (None, float("inf"), *NO_NUMBERS)),
     ],
 )
 def test_deal_refuses(arguments: tuple[Any, ...], message: str) -> None:

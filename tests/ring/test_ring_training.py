@@ -90,9 +90,10 @@ def weighted(each: float) -> tuple[float, ...]:
 
 def test_weights_of_numbers_of_each_rank(ranks: Ranks) -> None:
     assert ranks.each(weighted, [(1.0,), (3,), (2.0,)]) == [(1.0, 3.0, 2.0)] * 3
-    for error in ranks.outcomes(weighted, [(1.0,), (-3.0,)]):
-        assert isinstance(error, InvalidInput)
-        assert "got [1.0, -3.0]" in str(error)
+    for wrong in (-3.0, "x", None):
+        for error in ranks.outcomes(weighted, [(1.0,), (wrong,)]):
+            assert isinstance(error, InvalidInput)
+            assert f"got 1.0, {wrong!r}" in str(error)
 
 
 def too_few() -> str:

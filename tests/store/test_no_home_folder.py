@@ -120,8 +120,8 @@ def test_commands_report_that_nothing_is_stored(capsys: pytest.CaptureFixture[st
         assert str(settings.NOWHERE) not in shown.out or arguments[1:]
         if not arguments[1:]:
             assert NO_HOME in shown.out
-    assert main(["profile", *SMALL, "--quick"]) == 0
-    assert f"stored    nothing: {NO_HOME}" in capsys.readouterr().out
+    assert main(["profile", *SMALL, "--quick"]) == 1
+    assert f"nothing is stored: {NO_HOME}" in capsys.readouterr().out
     assert main(["inspect", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["decisions"] == []
     assert main(["doctor", "--json"]) == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from attn_dispatch import Dilated, Neighborhood, Reordered, Window, cli
 from attn_dispatch.ring.plan.counts import count_layout
@@ -16,6 +17,7 @@ from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store import folder
+from attn_dispatch.store.address import Address
 from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
@@ -50,6 +52,10 @@ def plain(pattern: Pattern = Dense(), length: int = 96, backward: bool = False) 
 def of(median_ms: float, silicon: str = CPU, **changes: Any) -> Decision:
     row = Row(backend="sdpa", order="natural", status="chosen", median_ms=median_ms)
     return decision(silicon=silicon, candidates=(row,), problem={**plain(length=8192), **changes})
+
+
+def placed(decision: Decision) -> Decision:
+    return replace(decision, **Address.of(decision.problem, decision.silicon)._asdict())
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
@@ -112,7 +118,7 @@ def test_times_at_the_bound() -> None:
 
 
 def test_an_import_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    true, forged = of(1e4), of(1.0, "cpu-other-avx2-1c-1t")
+    true, forged = placed(of(1e4)), placed(of(1.0, "cpu-other-avx2-1c-1t"))
     (tmp_path / "given.json").write_bytes(write_bundle([true, forged]))
     assert cli.main(["import", str(tmp_path / "given.json"), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -124,6 +130,6 @@ def test_an_import_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_shipped_one_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "package_files", lambda name: tmp_path)
     for median_ms, known in ((1.0, 0), (1e4, 1)):
-        (tmp_path / f"{CPU}.json").write_bytes(write_bundle([of(median_ms)]))
+        (tmp_path / f"{CPU}.json").write_bytes(write_bundle([placed(of(median_ms))]))
         folder.shipped.cache_clear()
         assert len(folder.shipped(CPU)) == known

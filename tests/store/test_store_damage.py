@@ -119,18 +119,11 @@ def test_a_folder_in_place_of_a_file(folder: Path, warnings: Callable[[], list[s
     assert len(warnings()) == 2
 
 
-def test_a_file_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    folder.write_text("not a folder")
-    for _ in range(2):
-        assert Store(folder).get(SILICON, GROUP, KEY) is None
-        assert Store(folder).put(decision()) is None
-    assert list(Store(folder).all()) == []
-    (text,) = warnings()
-    assert "decisions are not stored" in text
-
-
-def test_a_circular_link_in_place_of_the_folder(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    folder.symlink_to(folder)
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to(path)], ids=["file", "circular link"])
+def test_what_stands_in_place_of_the_folder(
+    make: Callable[[Path], None], folder: Path, warnings: Callable[[], list[str]]
+) -> None:
+    make(folder)
     for _ in range(2):
         assert Store(folder).get(SILICON, GROUP, KEY) is None
         assert Store(folder).put(decision()) is None

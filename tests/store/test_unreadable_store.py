@@ -12,22 +12,9 @@ import pytest
 
 from attn_dispatch import cli
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.folder import Store
-from tests.support.entries import OTHER, decision
+from tests.store.test_store_exchange import BUNDLE, GIVEN, store_all
 from tests.support.fakes import SILICON
-
-GIVEN = (
-    decision(),
-    decision(key=OTHER, group="f" * 12),
-    decision(silicon="cpu-other", created="2025-02-01T00:00:00.000000+00:00"),
-)
-BUNDLE = write_bundle(GIVEN)
-
-
-def store_all(*decisions: Any) -> None:
-    for each in decisions:
-        assert Store(cache_folder()).put(each) is not None
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -59,6 +46,20 @@ def test_an_unreadable_store_is_no_empty_one(
     assert cli.main(["export", str(tmp_path / "bundle.json"), *options]) == 1
     assert f"{cache_folder() / inner} cannot be read (Permission denied)" in capsys.readouterr().err
     assert (tmp_path / "bundle.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("inner", [".", "v2", f"v2/{SILICON}"])
+def test_no_command_takes_an_unreadable_store_for_an_empty_one(
+    inner: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_all(GIVEN[0])
+    unreadable(monkeypatch, cache_folder() / inner)
+    why = f"{cache_folder() / inner} cannot be read (Permission denied)"
+    for options in ((), ("--json",), ("--key", "0"), ("--regret",), ("--thresholds",)):
+        assert cli.main(["inspect", *options]) == 1
+        assert f"attn-dispatch inspect: {why}" in capsys.readouterr().err
+    assert cli.main(["doctor"]) == 0
+    assert f"0 in {cache_folder()}; {why}" in capsys.readouterr().out
 
 
 def test_a_missing_cache_folder_is_not_exported(

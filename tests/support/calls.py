@@ -22,6 +22,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning import gate
 
 BUILT_IN = list(registry.names())
+NO_NUMBERS: tuple[Any, ...] = (-1, math.nan, "1", [], 10**400, 1j, torch.tensor([1, 2]))  #: none >= 0
 RUN_HERE = ["sdpa", "sdpa_mask", "tiles", "native", "flex", "manual"]  #: what a plain problem on a CPU can be run by
 
 

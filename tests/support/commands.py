@@ -32,10 +32,12 @@ def surroundings(folder: Path, **more: str) -> dict[str, str]:
 
 def command(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """A command in this process: that saves the seconds in which a new one loads torch."""
-    out, error = io.StringIO(), io.StringIO()
+    coding = more.get("PYTHONIOENCODING", "utf-8")
+    out, error = io.TextIOWrapper(io.BytesIO(), encoding=coding), io.StringIO()
     with _environment(surroundings(folder, **more)), redirect_stdout(out), redirect_stderr(error), _logged_to(error):
         code = _exit_code(arguments)
-    return subprocess.CompletedProcess(arguments, code, out.getvalue(), error.getvalue())
+    out.seek(0)
+    return subprocess.CompletedProcess(arguments, code, out.read(), error.getvalue())
 
 
 def _exit_code(arguments: Sequence[str]) -> int:

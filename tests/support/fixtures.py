@@ -27,7 +27,7 @@ from attn_dispatch.machine import load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard, tuner
-from tests.support import calls
+from tests.support import calls, fakes
 from tests.support.fakes import SILICON
 
 if TYPE_CHECKING:
@@ -172,6 +172,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
     folder = tmp_path_factory.mktemp("measured")
     return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--quick", "--json"))
+
+
+@pytest.fixture
+def fresh_machine() -> Iterator[None]:
+    """Nothing is known of the machine, neither by the test nor after it."""
+    fakes.forget()
+    yield
+    fakes.forget()
+
+
+@pytest.fixture
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mode off: which backend runs is tested elsewhere."""
+    monkeypatch.setenv("ATTN_DISPATCH_MODE", "off")
 
 
 @pytest.fixture

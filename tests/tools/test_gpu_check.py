@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 from attn_dispatch.decisions import block_race
 from attn_dispatch.decisions.block_race import Outcome
 from attn_dispatch.decisions.kept_blocks import Winner
+from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.spec.problem import Problem
 from tools.checks import gpu_check
 from tools.checks.gpu import blocks, conformance, decisions, device, graphs, races, smoke, workers
@@ -154,6 +156,21 @@ def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         gpu_check.parse(arguments)
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_a_dry_run_leaves_the_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert gpu_check.parse([]).output == gpu_check.RESULTS
+    assert gpu_check.parse(["--dry-run"]).output.parent == tmp_path
+
+
+def test_no_result_replaces_that_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = json.loads((gpu_check.RESULTS / "device.json").read_text())["silicon"]
+    gpu_check.refuse_other_machines(gpu_check.RESULTS, list(gpu_check.STEPS), there)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run", "--output", str(gpu_check.RESULTS)])
+    monkeypatch.setattr(gpu_check, "run_step", lambda *_: pytest.fail("it was measured"))
+    with pytest.raises(SystemExit, match=f"device.json holds results of {there}, not of {silicon('cpu')}: nothing"):
+        gpu_check.main()
 
 
 def test_the_documented_steps_are_those_there_are() -> None:

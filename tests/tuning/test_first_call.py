@@ -86,6 +86,18 @@ class Builder:
         return out * self.factor, lse
 
 
+@pytest.mark.parametrize(("waiting", "sleep_s", "lines"), [(True, 4.0, 1), (True, 1.0, 0), (False, 4.0, 0)])
+def test_a_caller_that_waits_for_seconds_is_told_once(
+    waiting: bool, sleep_s: float, lines: int, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    backends = [Builder("one", sleep_s=sleep_s), Builder("two", sleep_s=sleep_s)]
+    monkeypatch.setattr(registry, "backends", lambda: backends)
+    tuner.run_trial(Request.of(PROBLEM), 60.0, waiting=waiting)
+    found = [text for text in warnings() if "measuring" in text]
+    assert len(found) == lines
+    assert all(str(PROBLEM) in text and "ATTN_DISPATCH_MODE=predict" in text for text in found)
+
+
 @dataclass
 class Holder(Builder):
     """A builder with `release`."""

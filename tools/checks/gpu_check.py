@@ -15,7 +15,8 @@ tools/checks/gpu:
     conformance  the tests marked `cuda`
 
 Each writes FOLDER/STEP.json after every item, so that a run that is ended keeps what it has. A step may take its part
-of the time that is left. --dry-run runs all of it on a CPU, with tiny problems and without CUDA.
+of the time that is left. --dry-run runs all of it on a CPU, with tiny problems and without CUDA; it writes to a
+temporary folder unless --output names one. Results of another machine are never replaced.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tools.checks.gpu.workers import Item, Phase, Row, Setup, command_of, rows_o
 
 TAKES = "9 min"  #: unless --minutes says otherwise
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tools" / "results" / "gpu"
 #: The steps in their order, and the seconds of each in a run of nine minutes; unused ones go to later steps.
 STEPS = {"device": 20, "smoke": 85, "blocks": 160, "races": 45, "graphs": 55, "decisions": 110, "conformance": 65}
 #: Of every step's summary, and what they are called in the table.
@@ -144,14 +146,24 @@ def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     options = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    options.add_argument("--output", type=Path, default=ROOT / "tools" / "results" / "gpu", help="folder of results")
+    options.add_argument("--output", type=Path, help="folder of results (default: tools/results/gpu)")
     options.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: 9)")
     options.add_argument("--only", nargs="+", choices=list(STEPS), metavar="STEP", help="some of the steps")
     options.add_argument("--dry-run", action="store_true", help="tiny problems on the CPU")
     given = options.parse_args(arguments)
     if not given.minutes > 0:
         options.error(f"--minutes must be over 0, not {given.minutes}")
+    if given.output is None:
+        given.output = Path(tempfile.mkdtemp(prefix="gpu-check-")) if given.dry_run else RESULTS
     return given
+
+
+def refuse_other_machines(output: Path, steps: Sequence[str], silicon: str) -> None:
+    """Exit where a step would replace results of another machine."""
+    for path in (output / f"{name}.json" for name in steps):
+        there = json.loads(path.read_text()).get("silicon") if path.exists() else silicon
+        if there != silicon:
+            sys.exit(f"{path} holds results of {there}, not of {silicon}: nothing was measured; name another --output")
 
 
 def main() -> None:
@@ -168,6 +180,7 @@ def main() -> None:
     head = {"silicon": silicon(device), "provenance": provenance(torch.device(device))}
     setup = Setup(str(given.output.resolve()), given.dry_run, hardware().cpu.cores)
     steps = [name for name in STEPS if given.only is None or name in given.only]
+    refuse_other_machines(given.output, steps, silicon(device))
     summaries = {}
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": cache} | (
@@ -180,7 +193,7 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 - the other steps are worth the time that is left
                 traceback.print_exc()
                 summaries[name] = {"failed": 1, "error": one_line(error)}
-    print(*table(summaries), sep="\n")
+    print(*table(summaries), f"results: {given.output}", sep="\n")
     sys.exit(any(summary["failed"] for summary in summaries.values()))
 
 

@@ -19,7 +19,7 @@ EXAMPLES = {
     "profile": "profile --shape 1,8k,8,64 --segments 2k,4k,8k --dilations 1,2,4 --causal",
     "inspect": "inspect --key 3f9a",
     "explain": "explain --shape 1,8k,16,128 --causal --dtype bf16",
-    "plan": "plan --tokens 1M --ranks 1,2,4,8 --causal --link 10",
+    "plan": "plan --tokens 1M --ranks 1,2,4,8 --causal --dtype bf16 --link 50 --rate 200",
     "limits": "limits --segments 2k,4k,8k --dilations 1,2,4 --dtype bf16 --memory 8GiB",
     "export": "export decisions.json",
     "import": "import decisions.json",

@@ -9,8 +9,7 @@ from attn_dispatch.decisions.explanation import CandidateReport, Explanation
 from tools.docs.results import load, machine
 from tools.lib.tables import table
 
-WIDTH = 140  #: characters of a line of the excerpt
-SHOWN = ("sdpa", "flash", "sdpa_mask", "native", "flex", "manual")  #: backends of the excerpt
+SHOWN = ("sdpa", "sdpa_mask", "native", "flex")  #: backends of the excerpt
 DTYPES = ("float32", "bfloat16")
 
 
@@ -63,15 +62,11 @@ def _slower(times: Any) -> str:
 
 
 def explained() -> str:
-    """The first lines of `explain`, and the rows of a few backends, cut to WIDTH."""
+    """The first lines of `explain`, and the rows of a few backends without long reasons."""
     found = load("explain")
     values = {field.name: found[field.name] for field in fields(Explanation) if field.name in found}
     values["candidates"] = tuple(CandidateReport(**each) for each in found["candidates"])
     lines = str(Explanation(**values)).splitlines()
     table_at = next(number for number, line in enumerate(lines) if line.startswith("backend "))
-    rows = [line for line in lines[table_at + 1 :] if line.split()[0] in SHOWN]
-    return "\n".join(("```text", *map(_cut, (*lines[: table_at + 1], *rows)), "```"))
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= WIDTH else line[: WIDTH - 4].rstrip() + " ..."
+    rows = [line for line in lines[table_at + 1 :] if line.split()[0] in SHOWN or "need CUDA" in line]
+    return "\n".join(("```text", *lines[: table_at + 1], *rows, "```"))

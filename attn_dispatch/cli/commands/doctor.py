@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from attn_dispatch import settings
+from attn_dispatch.cli.stored import why_unreadable
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.settings import NO_HOME, cache_folder
@@ -167,12 +169,16 @@ def _unusable(backend: Backend) -> str:
 def _settings() -> dict[str, Any]:
     from attn_dispatch.settings import budget_ms, mode
 
-    folder = cache_folder()
+    folder, leaves = cache_folder(), [str(cache_folder())]
+    with suppress(RuntimeError):  # no home folder
+        leaves.append(str(settings.user_folder() or folder))
     return {
         "folder": str(folder),
         "writable": _writable(folder),
         "shared": Store(folder).shared(),
         "decisions": sum(1 for _ in Store(folder).all()),
+        "leaves": [each for each in dict.fromkeys(leaves) if each != str(settings.NOWHERE)],
+        "unreadable": "" if folder == settings.NOWHERE else why_unreadable(folder),
         "mode": mode(),
         "budget_ms": budget_ms(),
         "missed": _missed(folder),
@@ -233,6 +239,7 @@ def state(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     missed = report["missed"]
     unwritable = "" if report["writable"] else ", which cannot be written"
     stored = f"{report['decisions']} in {report['folder']}{unwritable}"
+    stored += f"; {report['unreadable']}" if report["unreadable"] else ""
     if report["folder"] == str(settings.NOWHERE):
         stored = f"none: {NO_HOME}"
     unmeasured = missed["reason"] or (
@@ -245,6 +252,7 @@ def state(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("mode", f"{report['mode']}   ($ATTN_DISPATCH_MODE)"),
         ("budget", f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)"),
         ("missed", unmeasured),
+        ("remove", f"delete these after uninstalling, or to start anew: {', '.join(report['leaves']) or 'nothing'}"),
     ]
 
 

@@ -4,16 +4,16 @@ bytes."""
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from contextlib import redirect_stdout
 
-from attn_dispatch.cli import urls
+from attn_dispatch.cli import stored, urls
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.errors import AttnDispatchError
 from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import write_bundle
-from attn_dispatch.store.folder import Store
 
 EXAMPLE = """examples:
   attn-dispatch export decisions.json
@@ -33,10 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     folder = existing_cache_folder()
     silicon, key = args.silicon.strip().lower(), args.key.strip().lower()
-    store = Store(folder)
-    found = [d for _, d in store.all() if d.silicon.startswith(silicon) and d.key.startswith(key)]
-    if not found and (error := _unreadable(store)):
-        raise AttnDispatchError(f"nothing is written: {error.filename} cannot be read ({error.strerror})")
+    if not os.path.lexists(folder):
+        raise AttnDispatchError(f"nothing is written: {folder} cannot be read ({os.strerror(errno.ENOENT)})")
+    found = [decision for _, decision in stored.decisions(folder, silicon=silicon, key=key)]
     if not found and (silicon or key):
         print(f"attn-dispatch export: no decision in {folder} matches --silicon and --key", file=sys.stderr)
         return 1
@@ -51,15 +50,3 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(f"{len(found)} decisions from {folder} written to {args.place} ({len(content)} bytes)")
     return 0
-
-
-def _unreadable(store: Store) -> OSError | None:
-    """Why a store without a decision cannot be taken for an empty one: its folder or one inside it cannot be read."""
-    errors: list[OSError] = []
-    try:
-        os.listdir(store.folder)
-    except OSError as error:
-        return error
-    for _ in os.walk(store.root, onerror=errors.append):
-        pass
-    return next((error for error in errors if not isinstance(error, FileNotFoundError)), None)

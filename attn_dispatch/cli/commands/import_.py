@@ -18,7 +18,7 @@ from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import Damaged, Decision, from_elsewhere
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.plausible import impossible_time
+from attn_dispatch.store.plausible import why_refused
 from attn_dispatch.text import align, printable
 
 EXAMPLE = """examples:
@@ -109,7 +109,7 @@ def _decisions(name: str) -> Iterator[Decision | Refused]:
 
 def _store(decision: Decision, store: Store) -> str | Refused:
     what = f"{decision.silicon}, key {decision.key}"
-    why = impossible_time(decision)
+    why = why_refused(decision)
     if why:
         return Refused(what, why)
     try:

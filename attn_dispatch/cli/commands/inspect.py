@@ -11,13 +11,12 @@ from typing import Any
 import msgspec
 
 from attn_dispatch import settings
-from attn_dispatch.cli import regrets, thresholds
+from attn_dispatch.cli import regrets, stored, thresholds
 from attn_dispatch.cli.tables import print_json, table
 from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store.decision import Decision
-from attn_dispatch.store.folder import Store
 from attn_dispatch.text import printable
 
 EXAMPLE = """examples:
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.thresholds:
         return thresholds.run(folder, args.json)
     prefix = args.key.strip().lower()
-    found = [pair for pair in Store(folder).all() if pair[1].key.startswith(prefix)]
+    found = stored.decisions(folder, key=prefix)
     found.sort(key=lambda pair: pair[1].created, reverse=True)
     if args.json:
         blocks = msgspec.to_builtins(kept_blocks.of_all(folder))

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds, urls
 from attn_dispatch.cli.tables import full_table, no_backend, print_json, refused_by_all
+from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.learning.speedups import SpeedupSeries, family_of, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
-from attn_dispatch.text import printable
+from attn_dispatch.store.folder import Store
+from attn_dispatch.text import folded, printable
 
 if TYPE_CHECKING:
     from attn_dispatch.decisions.explanation import Explanation
@@ -105,8 +107,11 @@ def run(args: argparse.Namespace) -> int:
             _measured(args, problems, budget_s, explanations)
     except KeyboardInterrupt:
         interrupted = True
+    folders, unstored = _folders(problems, explanations), Store(settings.cache_folder()).why_unstored()
+    if explanations and not folders:
+        unstored = unstored or "no decision was measured"
     if ranks > 1 and os.environ.get("RANK", "0") != "0":
-        return 1 if interrupted else 0  # only rank 0 prints
+        return 1 if interrupted or unstored else 0  # only rank 0 prints
     if interrupted:
         done = f"{len(explanations)} of {len(problems)} problems are decided"
         print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
@@ -114,14 +119,16 @@ def run(args: argparse.Namespace) -> int:
     shared = _share(args) if args.share and args.json else None
     with redirect_stdout(urls.beside(args.share or "")):
         if args.json:
-            _print_json(explanations, interrupted, series, shared)
+            _print_json(explanations, interrupted, unstored, series, shared)
         else:
-            _print_tables(explanations, _folders(problems, explanations), args.verbose)
+            _print_tables(explanations, args.verbose)
+            if explanations:
+                print(_summary(explanations, folders, unstored))
             if series is not None:
                 print("", *thresholds.lines(series), sep="\n")
             if args.share:
                 _print_shared(args)
-    return 1 if interrupted or any(explanation.choice is None for explanation in explanations) else 0
+    return 1 if interrupted or unstored or any(explanation.choice is None for explanation in explanations) else 0
 
 
 def _print_shared(args: argparse.Namespace) -> None:
@@ -198,7 +205,6 @@ def _share(args: argparse.Namespace) -> dict[str, Any]:
     from attn_dispatch.kernels.registry import BUILT_IN, LAST_RESORT
     from attn_dispatch.machine.hardware import silicon
     from attn_dispatch.store.bundle import shareable, write_bundle
-    from attn_dispatch.store.folder import Store
 
     here = silicon(options.device_of(args))
     mine = [each for _, each in Store(settings.cache_folder()).all() if each.silicon == here]
@@ -290,10 +296,8 @@ def _seconds(text: str) -> float:
 
 def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:
     """The stored series of these problems' families: of these lengths, and of those measured before."""
-    from attn_dispatch.settings import cache_folder
-
     families = sorted(set(map(_family, problems)))
-    found = thresholds.of_groups(cache_folder(), (family[:2] for family in families))
+    found = thresholds.of_groups(settings.cache_folder(), (family[:2] for family in families))
     return [each for each in found if (each.silicon, each.group, family_title(each.family)) in families]
 
 
@@ -308,18 +312,18 @@ def _family(problem: Problem) -> tuple[str, str, str]:
 def _print_json(
     explanations: Sequence[Explanation],
     interrupted: bool,
+    unstored: str,
     series: Sequence[SpeedupSeries] | None,
     shared: dict[str, Any] | None,
 ) -> None:
-    from attn_dispatch.settings import cache_folder
-
     decisions = [explanation.to_dict() for explanation in explanations]
     extra: dict[str, Any] = {} if series is None else {"thresholds": thresholds.to_dicts(series)}
     extra |= {} if shared is None else {"shared": shared}
-    print_json({"decisions": decisions, "folder": str(cache_folder()), "interrupted": interrupted, **extra})
+    about = {"folder": str(settings.cache_folder()), "interrupted": interrupted, "unstored": unstored or None}
+    print_json({"decisions": decisions, **about, **extra})
 
 
-def _print_tables(explanations: Sequence[Explanation], folders: Sequence[Path], verbose: bool) -> None:
+def _print_tables(explanations: Sequence[Explanation], verbose: bool) -> None:
     if len(explanations) == 1:
         print(explanations[0], end="\n\n")
     else:
@@ -328,29 +332,33 @@ def _print_tables(explanations: Sequence[Explanation], folders: Sequence[Path], 
             refused = {} if verbose else refused_by_all(here)
             print(printable(f"device    {device}"), "", sep="\n")
             if refused:
-                rows = (printable(f"  {name}: {reason}") for name, reason in refused.items())
-                print("can run none of these problems (--verbose lists them in each table):", *rows, "", sep="\n")
+                elsewhere = [name for name, reason in refused.items() if needs_cuda(reason)]
+                rest = [folded(printable(f"  {each}: {refused[each]}")) for each in refused if each not in elsewhere]
+                print("can run none of these problems (--verbose lists them in each table):", *rest, sep="\n")
+                print(*(f"  {line}" for line in cuda_only(elsewhere)), "", sep="\n")
             print(*full_table(here, but=refused), "", sep="\n")
         for explanation in explanations:
             if explanation.choice is None:
                 print(*no_backend(explanation), "", sep="\n")
-    if folders:
-        print(*(f"stored in {folder}" for folder in folders), sep="\n")
-    elif explanations:
-        from attn_dispatch.settings import NO_HOME, cache_folder
 
-        why = NO_HOME if cache_folder() == settings.NOWHERE else "no decision was measured and written"
-        print(f"stored    nothing: {why}")
+
+def _summary(explanations: Sequence[Explanation], folders: Sequence[Path], unstored: str) -> str:
+    """How many problems are decided, provisionally or not at all, and where that is stored."""
+    failed = sum(each.choice is None or each.source in ("learned", "heuristic") for each in explanations)
+    provisional, count = sum(bool(each.provisional) for each in explanations), len(explanations)
+    again = " (run it again while nothing else runs)" * (provisional > 0)
+    counts = f"{count - provisional - failed} decided, {provisional} provisional{again}, {failed} failed"
+    places = [f"stored in {folder}" for folder in folders]
+    places += [f"{'not all' if folders else 'nothing'} is stored: {unstored}"] if unstored else []
+    return "; ".join([f"{count} problem{'s' * (count != 1)}: {counts}", *places])
 
 
 def _folders(problems: Sequence[Problem], explanations: Sequence[Explanation]) -> list[Path]:
     """The folders in which these decisions are stored."""
     from attn_dispatch.machine.hardware import silicon
-    from attn_dispatch.settings import cache_folder
     from attn_dispatch.spec.groups import group_of
-    from attn_dispatch.store.folder import Store
 
-    store = Store(cache_folder())
+    store = Store(settings.cache_folder())
     paths: list[Path] = []
     for problem, each in zip(problems, explanations):
         group = group_of(problem.to_dict())

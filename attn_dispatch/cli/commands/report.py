@@ -11,11 +11,10 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
-from attn_dispatch.cli import urls
+from attn_dispatch.cli import stored, urls
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.errors import AttnDispatchError
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.store.folder import Store
 
 EXAMPLE = """examples:
   attn-dispatch report -o report.html
@@ -41,10 +40,12 @@ def run(args: argparse.Namespace) -> int:
     from attn_dispatch.cli.report.page import page
 
     folder = cache_folder()
-    decisions = sorted((decision for _, decision in Store(folder).all()), key=lambda each: each.created, reverse=True)
+    decisions = sorted(
+        (decision for _, decision in stored.decisions(folder)), key=lambda each: each.created, reverse=True
+    )
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     text, left_out = page(decisions, _machine(), folder=str(folder), made=made, version=version("attn-dispatch"))
-    content = text.encode()
+    content = text.encode(errors="backslashreplace")
     for reason in left_out:
         print(f"attn-dispatch report: left out, since it cannot be shown: {reason}", file=sys.stderr)
     shown = len(decisions) - len(left_out)

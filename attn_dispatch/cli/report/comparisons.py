@@ -21,11 +21,15 @@ _DIGITS = re.compile(r"\d[\d.,]*(?:e[-+]?\d+)?")
 
 
 class Gain(NamedTuple):
-    """The default and time of the default / time of the chosen candidate, with bounds; None where one has no time."""
+    """The default and time of the default / time of the chosen candidate, with bounds; None where one has no time.
+
+    `is_single`: one of the two times is a single sample, on which no summary rests.
+    """
 
     default: CandidateId | None
     is_chosen: bool
     bounds: Bounds | None
+    is_single: bool = False
 
     @property
     def is_changed(self) -> bool:
@@ -110,13 +114,13 @@ def gain_of(decision: Decision) -> Gain:
     chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
     if default is None or chosen is None:
         return Gain(None, False, None)
-    return Gain(default.id, default.id == chosen.id, gain_over(default, chosen))
+    single = default.id != chosen.id and 1 in (default.rounds, chosen.rounds)
+    return Gain(default.id, default.id == chosen.id, gain_over(default, chosen), single)
 
 
-def mean_gain(gains: Iterable[Gain]) -> float | None:
-    """The geometric mean over the decisions with times of both."""
-    found = [math.log(gain.bounds[1]) for gain in gains if gain.bounds is not None]
-    return math.exp(sum(found) / len(found)) if found else None
+def known_factors(gains: Iterable[Gain]) -> list[float]:
+    """The gains whose times were both sampled more than once."""
+    return [gain.bounds[1] for gain in gains if gain.bounds is not None and not gain.is_single]
 
 
 def outcomes(decisions: Sequence[Decision]) -> list[Outcomes]:

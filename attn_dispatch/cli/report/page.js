@@ -253,7 +253,7 @@
   const drawSeries = () => {
     const select = find("series");
     if (!select) return;
-    const { points, crossings, defaults } = data.series[select.value];
+    const { points, crossings, notes, defaults } = data.series[select.value];
     const of = select.selectedOptions[0].textContent;
     const cut = points.filter(([candidate]) => !off.has(candidate));
     const cellsOf = (decision, row) => texts(data.decisions[decision].rows[row]);
@@ -275,7 +275,7 @@
       `Time of the default (${defaults.join(", ") || "none"}) over the candidate's, against length, of ${of}`, nothing);
     draw("plot-memory", "memory", each(([, , , , , bytes]) => bytes ? [bytes, bytes, bytes] : null), [],
       `Peak memory against length of ${of}`, nothing);
-    const texts_ = changes.length ? changes : ["The same candidate is the fastest at all measured lengths."];
+    const texts_ = [...changes, ...notes];
     if (defaults.length) texts_.push(`The default here: ${defaults.join(", ")}.`);
     find("crossings").replaceChildren(...texts_.map((text) => make("li", text)));
     const head = [["candidate", false], ["tokens", true], ["median", true], ["interval", true],

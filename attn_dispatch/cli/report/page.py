@@ -189,6 +189,7 @@ def _plain_series(series: Series, names: Sequence[str]) -> dict[str, Any]:
             for point in series.points
         ],
         "crossings": [[each.tokens and _rounded(each.tokens), str(each)] for each in series.crossings],
+        "notes": series.notes,
     }
 
 

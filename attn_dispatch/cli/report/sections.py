@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_dispatch.cli.report.comparisons import Gain, Outcomes, mean_gain
+from attn_dispatch.cli.report.comparisons import Gain, Outcomes, known_factors
 from attn_dispatch.cli.report.markup import Html, element, join, table
 from attn_dispatch.cli.report.series import Series
 from attn_dispatch.cli.tables import cells, compact
@@ -71,14 +71,13 @@ class Machine:
 
 def summary(decisions: Sequence[Decision], gains: Sequence[Gain], machine: Machine) -> Html:
     """Counts, and the gains over the default."""
-    known = [gain.bounds[1] for gain in gains if gain.bounds is not None]
-    mean = mean_gain(gains)
+    known = known_factors(gains)
     facts = [
         (f"{len(decisions):,}", "decisions"),
         (f"{sum(gain.is_changed for gain in gains):,}", "choose another candidate than the default"),
         (
-            "-" if mean is None else f"{mean:.2f}x",
-            f"the default's speed: geometric mean of the {len(known):,} with both times",
+            f"{statistics.geometric_mean(known):.2f}x" if known else "-",
+            f"the default's speed: geometric mean of the {len(known):,} with several samples of both",
         ),
         (f"{max(known):.2f}x" if known else "-", "the default's speed at best"),
         (f"{sum(bool(each.provisional) for each in decisions):,}", "provisional: a later process measures them again"),

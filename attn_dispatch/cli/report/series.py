@@ -27,7 +27,8 @@ _GRID = re.compile(r"grid=\([\d, ]*\)")
 class Point(NamedTuple):
     """A candidate at one length; times in ms. `gain` is the default's time / this one's, with bounds.
 
-    `decision` and `row` are the places of the decision among all, and of the candidate in it.
+    `decision` and `row` are the places of the decision among all, and of the candidate in it. `is_single`: its time is
+    a single sample.
     """
 
     candidate: CandidateId
@@ -39,12 +40,13 @@ class Point(NamedTuple):
     gain: Bounds | None
     decision: int
     row: int
+    is_single: bool = False
 
 
 class Crossing(NamedTuple):
-    """Where the fastest candidate changes between two neighbouring measured lengths.
+    """Where the fastest candidate changes between two neighbouring lengths at which it was sampled more than once.
 
-    `tokens` and `ms` are interpolated linearly in log-log; None where one of the two has no time at both lengths.
+    `tokens` and `ms` are interpolated linearly in log-log; None where one of the two has no such time at both lengths.
     """
 
     before: CandidateId
@@ -59,7 +61,7 @@ class Crossing(NamedTuple):
         between = f"measured at {self.between[0]:,} and {self.between[1]:,}"
         doubt = "" if self.sure else "; within noise at one of them"
         if self.tokens is None:
-            return f"{change}: {between}{doubt}; where they cross is not known, since one was not timed at both"
+            return f"{change}: {between}{doubt}; where they cross is unknown, since one was not timed at both, or once"
         return f"{change} at about {float(f'{self.tokens:.2g}'):,.0f} tokens ({between}{doubt})"
 
 
@@ -79,7 +81,17 @@ class Series:
     @property
     def crossings(self) -> list[Crossing]:
         """Sorted by length."""
-        return [found for one, two in pairwise(self._by_length()) if (found := _crossing(one, two)) is not None]
+        known = [points for points in self._by_length() if not _fastest(points).is_single]
+        return [found for one, two in pairwise(known) if (found := _crossing(one, two)) is not None]
+
+    @property
+    def notes(self) -> list[str]:
+        """Where the fastest candidate is not known, since it was sampled once; or that it is the same everywhere."""
+        fastest = [_fastest(points) for points in self._by_length()]
+        once = ", ".join(f"{each.tokens:,}" for each in fastest if each.is_single)
+        if once:
+            return [f"Which candidate is the fastest is not known at {once} tokens: it was timed once there."]
+        return [] if self.crossings else ["The same candidate is the fastest at all measured lengths."]
 
     def _by_length(self) -> list[dict[CandidateId, Point]]:
         found: defaultdict[int, dict[CandidateId, Point]] = defaultdict(dict)
@@ -160,7 +172,9 @@ def _series(decisions: Sequence[Decision], places: Sequence[int], title: str) ->
             gain = gain_over(default, row)
             if default is not None and gain is not None:
                 defaults[titled(*default.id)] = None
-            points.append(Point(row.id, tokens, row.median_ms, low, high, row.peak_bytes, gain, place, number))
+            points.append(
+                Point(row.id, tokens, row.median_ms, low, high, row.peak_bytes, gain, place, number, row.rounds == 1)
+            )
     points.sort(key=lambda point: (point.tokens, point.decision, point.row))
     return Series(title, decisions[places[0]].silicon, tuple(points), tuple(defaults))
 
@@ -202,7 +216,7 @@ def _crossing(one: Mapping[CandidateId, Point], two: Mapping[CandidateId, Point]
         return None
     between = first.tokens, last.tokens
     rival, former = one.get(last.candidate), two.get(first.candidate)
-    if rival is None or former is None:
+    if rival is None or former is None or rival.is_single or former.is_single:
         return Crossing(first.candidate, last.candidate, between, None, None, True)
     sure = first.high_ms < rival.low_ms and last.high_ms < former.low_ms
     ahead = math.log(rival.median_ms) - math.log(first.median_ms)

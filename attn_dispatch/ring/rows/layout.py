@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.checks import reals
 
 CONTIGUOUS = "contiguous"
 ZIGZAG = "zigzag"  #: an early chunk and a late one for each rank, which balances causal work
@@ -58,9 +59,10 @@ def deal(tokens: int, ranks: int, weights: Sequence[float] | None = None, multip
     Raises:
         InvalidInput: a rank would be left without a token.
     """
-    shares = [1.0] * ranks if weights is None else [float(weight) for weight in weights]
+    shares = [1.0] * ranks if weights is None else reals(weights)
     if len(shares) != ranks or not all(0 < share < float("inf") for share in shares):
         raise InvalidInput(f"weights must be {ranks} positive numbers, one for each rank, got {weights!r}")
+    shares = [share / max(shares) for share in shares]  # whose sum is finite
     units, rest = divmod(tokens, multiple_of)
     exact = [units * share / sum(shares) for share in shares]
     found = [int(share) for share in exact]
