@@ -144,7 +144,7 @@ class Explanation:
         ]
         elsewhere = [c.backend for c in self.candidates if self.choice and needs_cuda(c.reason)]
         shown = [row for row in self.rows() if row[0] not in elsewhere]
-        return "\n".join([*map(printable, lines), "", *table(shown), *cuda_only(elsewhere)])
+        return "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *cuda_only(elsewhere)])
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -7,6 +7,7 @@ backend refuses the CPU, as it does for users.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from attn_dispatch.kernels import kept
 from attn_dispatch.machine import load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import guard, tuner
+from attn_dispatch.tuning import guard, rounds, tuner
 from tests.support import calls, fakes
 from tests.support.fakes import SILICON
 
@@ -76,6 +77,7 @@ def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ, "TRITON_INTERPRET"]:
         if name == "TRITON_INTERPRET" or (name.startswith("ATTN_DISPATCH_") and name != "ATTN_DISPATCH_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(rounds, "SAID_AFTER_S", math.inf)  # no warning depends on how fast the machine is
     monkeypatch.setattr(os, "fsync", lambda file: None)  # no test cuts the power; a disk takes milliseconds
     calls.forget_all()
 

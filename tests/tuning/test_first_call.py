@@ -21,7 +21,7 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.testing.cases import Case
-from attn_dispatch.tuning import tuner
+from attn_dispatch.tuning import rounds, tuner
 from attn_dispatch.tuning.candidates import Request
 from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.gate import COMPILED_CASES
@@ -90,6 +90,7 @@ class Builder:
 def test_a_caller_that_waits_for_seconds_is_told_once(
     waiting: bool, sleep_s: float, lines: int, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
+    monkeypatch.setattr(rounds, "SAID_AFTER_S", 5.0)
     backends = [Builder("one", sleep_s=sleep_s), Builder("two", sleep_s=sleep_s)]
     monkeypatch.setattr(registry, "backends", lambda: backends)
     tuner.run_trial(Request.of(PROBLEM), 60.0, waiting=waiting)
