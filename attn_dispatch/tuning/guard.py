@@ -121,9 +121,6 @@ class _Worker:
         self.thread = threading.Thread(target=self._loop, name="attn-dispatch-trial", daemon=True)
         self.thread.start()
 
-    def submit(self, job: _Job[Any]) -> None:
-        self.jobs.put(job)
-
     def stop(self) -> None:
         """Raise `_Stop` in the thread as soon as it runs Python code; it takes no more jobs."""
         with self.ending:
@@ -216,7 +213,7 @@ def run_at_once(calls: list[Callable[[], T]], timeout_s: float | None) -> list[T
     calls.clear()  # only the jobs hold them, until they have run
     try:
         for worker, job in zip(workers, jobs):
-            worker.submit(job)
+            worker.jobs.put(job)
         if not _wait(jobs, timeout_s):
             raise TimedOut(timeout_s or 0.0)
     except BaseException as error:

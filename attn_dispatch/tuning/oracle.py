@@ -38,7 +38,6 @@ KEY_BYTES = 2**27  #: bytes of keys in float64, and the same again of values; pa
 STEP_PAIRS = 2**13  #: the same where a single call waits for a step of a trial; heads are drawn then too
 ONE_THREAD = 2**19  #: entries of q or k up to which a single thread compares results
 GRADIENTS = ("dq", "dk", "dv", "dbias")
-ODD_IN_V = ("out", "dv")  #: what changes its sign with v and the gradient of out
 MEETING_S = 0.1  #: seconds that two calls wait for one another to begin at once
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 FEWEST_HEADS = 2  #: the same of heads
@@ -149,10 +148,7 @@ class Oracle:
 
     @property
     def differences(self) -> list[float]:
-        """By how much two right results of `Example.call` may differ, in its order: both as much as one may be off.
-
-        There every row has a gradient: dk, dv and dbias are sums of more terms than here.
-        """
+        """By how much right results of `Example.call` may differ, in its order. There every row has a gradient."""
         rows = self.example.problem.q_len * self.example.problem.heads / (len(self.rows) * len(self.heads))
         found = {name: self.expected[name].tolerance for name in ("out", *GRADIENTS) if name in self.expected}
         return [2 * off * (1 if name in ("out", "dq") else rows) for name, off in found.items()]
@@ -262,7 +258,7 @@ class Oracle:
         with torch.no_grad():  # an expanded tensor cannot be written to, but its memory, once
             for x in (self.example.v, *([] if self.grad is None else [self.grad])):
                 x.as_strided([1 if step == 0 else size for size, step in zip(x.shape, x.stride())], x.stride()).neg_()
-        opposite = {name: replace(each, value=-each.value) for name, each in self.expected.items() if name in ODD_IN_V}
+        opposite = {name: replace(x, value=-x.value) for name, x in self.expected.items() if name in ("out", "dv")}
         return replace(self, expected={**self.expected, **opposite})
 
     @reference()

@@ -114,11 +114,8 @@ class Race:
 
     def remove(self, name: str) -> None:
         """Take a candidate out of the choice: it was timed, and its results proved wrong."""
-        self.runners.pop(name, None)
-        self.skipped.pop(name, None)
-        self.outcomes.pop(name, None)
-        self.rounds.timings.pop(name, None)
-        self.rounds.failures.pop(name, None)
+        for table in (self.runners, self.skipped, self.outcomes, self.rounds.timings, self.rounds.failures):
+            table.pop(name, None)
 
     def choose(self) -> str | None:
         """Choose a candidate as `choice.choose` does; None where none was timed beyond a first call."""

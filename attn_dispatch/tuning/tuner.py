@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,7 +197,7 @@ class Trial:
                 self.outside_s += max(0.0, found.first_ms - found.call_ms) / 1e3 * candidates.shares_builds(candidate)
             else:
                 self._reject(candidate, found)
-        yield from self._race(example)
+        yield from self._race(example, gate.differences)
         self.gate = gate.example = None
         gate.__dict__.pop("_oracle", None)
         del example
@@ -388,14 +388,13 @@ class Trial:
             self.outside_s += self.clock() - start
         return found
 
-    def _race(self, example: Example) -> Steps[None]:
+    def _race(self, example: Example, differences: Sequence[float]) -> Steps[None]:
         if (incumbent := self._incumbent()) is None:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
         limits = self.live_s is not None, self._longest_s * 1e3
-        assert self.gate is not None
-        self.race = Race(self.request, runners, incumbent, self.clock, *limits, self.gate.differences)
+        self.race = Race(self.request, runners, incumbent, self.clock, *limits, differences)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             attempts = 1 if self.prior is None else 1 + self.prior.attempts

@@ -244,7 +244,7 @@ def test_a_call_that_times_out_before_it_begins() -> None:
     worker = guard._Worker()
     worker.stopping = True  # as `stop` leaves it
     job = guard._Job(lambda: called.append(1))
-    worker.submit(job)
+    worker.jobs.put(job)
     worker.stop()
     assert job.done.wait(PATIENT_S)
     worker.thread.join(PATIENT_S)
