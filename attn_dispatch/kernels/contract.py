@@ -75,6 +75,7 @@ class Backend(Protocol):
       shapes, strides and dtypes; what depends on those alone is done once. With `heads_first`, q, k, v and out are
       [batch, heads, len, head_dim]. None where it gains nothing. Trials measure and check it in the place of `run`.
 
+    `run`, and what it returns for the backward pass, are called by several threads at once, and in inference mode.
     In an order other than the natural one, `run` gets `order=` and permutes inside: it takes and returns tokens in the
     caller's order. `workspace_bytes` and the like hold for every order.
     """
@@ -131,6 +132,11 @@ def traceable(backend: Backend, problem: Problem) -> bool:
     """Whether a graph traced through the backend is valid for other inputs."""
     check = getattr(backend, "traceable", None)
     return check is not None and bool(check(problem))
+
+
+def traces(backend: Backend) -> bool:
+    """Whether the backend is one of torch.compile."""
+    return hasattr(backend, "first_call_ms") and not getattr(backend, "shares_builds", False)
 
 
 def runner(backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor, ...] | None) -> Callable[..., Result]:

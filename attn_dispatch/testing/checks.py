@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients
-from attn_dispatch.kernels.contract import Backend, Refusal, forced_orders, refuse_score_terms, runner
+from attn_dispatch.kernels.contract import Backend, Refusal, forced_orders, refuse_score_terms, runner, traces
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import settings
@@ -23,10 +23,10 @@ from attn_dispatch.testing.allocations import allocated_peak
 from attn_dispatch.testing.cases import problems as problems_of_all_kinds
 from attn_dispatch.testing.drawn import random_problems
 from attn_dispatch.text import gib, one_line, titled
+from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.guard import CUDA_SLACK
 from attn_dispatch.tuning.hard_cases import CaseSpec, MemorySnapshot, case_of, class_key, nan_memory
-from attn_dispatch.tuning.oracle import Oracle, expected_of
+from attn_dispatch.tuning.oracle import Oracle, expected_of, further_checks
 from attn_dispatch.tuning.rounds import exhausted
 
 RANDOM = 40  #: random problems beside the fixed ones
@@ -50,7 +50,9 @@ def conformance(backend: Backend | str, problems: Iterable[Problem] | None = Non
       depend on no memory that was not written;
     * so are those of the hard cases of the problem's class: large scores, rows without keys, views with NaN around
       them, NaN in what no query sees;
-    * inputs, and the memory beside them, are not written to, and a second call leaves the first one's result alone;
+    * inputs, and the memory beside them, are not written to or returned, and a second call leaves the first one's
+      result alone;
+    * two calls at once are right, and so is one in inference mode or with a gradient of k alone;
     * no more is allocated than `workspace_bytes` declares;
     * deterministic problems give the same bits twice;
     * dropout has the right mean and variance, and drops the same weights forward and backward;
@@ -136,7 +138,7 @@ class _Findings:
             for order in forced_orders(self.backend, problem):
                 check = _OrderCheck(self.backend, order, problem, self.checked)
                 prefix = "" if order == "natural" else f"{titled(self.name, order)}: "
-                for step in (check.results, partial(check.memory, declared), check.second_call, check.dropout):
+                for step in (check.results, partial(check.memory, declared), check.further_calls, check.dropout):
                     with self.noting(where, prefix):
                         for failure in step():
                             self.fail(where, prefix + failure)
@@ -196,7 +198,7 @@ class _OrderCheck:
         tensors = {"q": example.q, "k": example.k, "v": example.v, "the gradient": self.oracle.grad, **example.masks}
         snapshots = [MemorySnapshot.of(name, x) for name, x in tensors.items() if x is not None]
         try:
-            with nan_memory(self.problem, in_torch=not hasattr(self.backend, "first_call_ms")):
+            with nan_memory(self.problem, in_torch=not traces(self.backend)):
                 self.found = self.run()
         finally:
             changed = [each.name for each in snapshots if each.restore()]
@@ -212,7 +214,7 @@ class _OrderCheck:
             again, peak = allocated_peak(self.run)
         else:
             again, measured = peak_bytes(self.run, self.problem.device)
-            peak = max(0, (measured or 0) - CUDA_SLACK)
+            peak = max(0, (measured or 0) - guard.CUDA_SLACK)
         results = self.problem.result_bytes + sum(x.nbytes for name, x in again.items() if name in ("lse", "dbias"))
         failures = []
         if peak > declared + results:
@@ -221,8 +223,11 @@ class _OrderCheck:
             failures.append("a second call gave other bits, though the problem is deterministic")
         return failures
 
-    def second_call(self) -> list[str]:
-        return self.oracle.second_call_failures(self.run) if self.found else []
+    def further_calls(self) -> list[str]:
+        if not self.found:
+            return []
+        called = self.oracle, self.backend, self.order, partial(guard.run_at_once, timeout_s=None)
+        return next((failures for check in further_checks(self.backend) if (failures := check(*called))), [])
 
     def hard_cases(self) -> Iterator[CaseSpec]:
         for spec in class_key(self.problem):

@@ -161,11 +161,7 @@ class HostStopwatch:
     def device_ms(self, call: Call) -> float | None:
         return None
 
-    def host_ms(self, call: Call) -> float | None:
-        return None
-
-    def cold_ms(self, call: Call) -> float | None:
-        return None
+    host_ms = cold_ms = device_ms
 
 
 @contextmanager
@@ -313,7 +309,8 @@ class CudaStopwatch:
         """
         if self._buffer is None:
             with suppress(self._torch.OutOfMemoryError):
-                size = 2 * self._l2_bytes()
+                known = getattr(self._torch.cuda.get_device_properties(self._device), "L2_cache_size", 0)
+                size = 2 * (int(known) or UNKNOWN_L2_BYTES)
                 self._buffer = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
         return None if self._buffer is None else self._sample(call, 1, self._buffer.zero_).device_ms
 
@@ -351,7 +348,3 @@ class CudaStopwatch:
         found = self._samples[call]
         times = [getattr(sample, name) for sample in found[1:] or found]
         return statistics.median(times) if times else None
-
-    def _l2_bytes(self) -> int:
-        known = getattr(self._torch.cuda.get_device_properties(self._device), "L2_cache_size", 0)
-        return int(known) or UNKNOWN_L2_BYTES

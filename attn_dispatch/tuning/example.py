@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import gradients
-from attn_dispatch.kernels.contract import Backend, Result, runner
+from attn_dispatch.kernels.contract import Backend, runner
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import randn
@@ -37,25 +36,26 @@ class Example:
     on_device: bool = False  #: as for `make`, with `seed`
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that get gradients, where the problem needs them: q, k, v and maybe a bias."""
-        return self.q, self.k, self.v, *[x for x in self.masks.values() if x.requires_grad]
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors that get gradients, by the names of these: as a rule q, k and v, and maybe a bias."""
+        tensors = {"dq": self.q, "dk": self.k, "dv": self.v, "dbias": self.masks.get("bias")}
+        return {name: x for name, x in tensors.items() if x is not None and x.requires_grad}
 
-    def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Result]:
-        """The call to time: forward, and backward where the problem needs gradients."""
-        run = runner(backend, order, self.problem, (self.q, self.k, self.v))
+    def call(self, backend: Backend, order: str = NATURAL) -> Callable[[], Sequence[Tensor]]:
+        """The call to time: out and, where the problem needs gradients, those of `inputs`."""
+        run, inputs = runner(backend, order, self.problem, (self.q, self.k, self.v)), tuple(self.inputs.values())
 
-        def forward() -> Result:
+        def forward() -> Sequence[Tensor]:
             with torch.no_grad():
-                return run(self.q, self.k, self.v, self.problem, **self.masks)
+                result = run(self.q, self.k, self.v, self.problem, **self.masks)
+            return (result,) if isinstance(result, Tensor) else result[:1]
 
-        def forward_backward() -> Result:
+        def forward_backward() -> Sequence[Tensor]:
             with torch.enable_grad():
                 result = run(self.q, self.k, self.v, self.problem, **self.masks)
             out = result if isinstance(result, Tensor) else result[0]
             assert self.grad is not None
-            gradients((out,), self.inputs, (self.grad,))
-            return result
+            return out.detach(), *gradients((out,), inputs, (self.grad,))
 
         return forward_backward if self.problem.needs_grad else forward
 
@@ -101,11 +101,6 @@ def example_bytes(problem: Problem) -> int:
     masks = problem.batch * (8 * problem.has_seq_lens + problem.k_len * problem.has_key_mask)
     masks += math.prod(problem.bias) * problem.q_len * problem.k_len * problem.dtype.itemsize * bool(problem.bias)
     return ((2 if problem.needs_grad else 1) * q + 2 * kv) * problem.dtype.itemsize + masks
-
-
-def make_timed(problem: Problem) -> tuple[Example, float]:
-    """All steps of `made_timed` at once."""
-    return exhausted(made_timed(problem, time.perf_counter))
 
 
 def made_timed(problem: Problem, clock: Callable[[], float]) -> Steps[tuple[Example, float]]:
@@ -160,24 +155,23 @@ def made(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Steps[E
 
 
 def score_tensors(
-    problem: Problem, generator: torch.Generator, *, hides: bool = False, empty: bool = False, odd: bool = False
+    problem: Problem, generator: torch.Generator, *, hides: bool = False, empty: bool = False
 ) -> dict[str, Tensor]:
     """The bias and the slopes of ALiBi, where the problem has them.
 
     Args:
-        hides: whether the bias has entries of -inf, and hides some keys from every query. empty: whether the last query
-            sees no key. odd: whether the bias is not contiguous.
+        hides: whether the bias has entries of -inf, and hides some keys from every query.
+        empty: whether the last query sees no key.
     """
     found = {}
     if problem.bias:
-        bias = torch.randn(*problem.bias, problem.k_len, problem.q_len, generator=generator).mT
+        bias = torch.randn(*problem.bias, problem.q_len, problem.k_len, generator=generator)
         if hides:
             bias[torch.rand(bias.shape, generator=generator) < HIDDEN_SHARE] = -math.inf
             bias[..., : HIDDEN_KEYS * (problem.k_len > 1)] = -math.inf
         if empty:
             bias[:, :, -1] = -math.inf
-        bias = (bias if odd else bias.contiguous()).to(problem.device, problem.dtype)
-        found["bias"] = bias.requires_grad_(problem.bias_needs_grad)
+        found["bias"] = bias.to(problem.device, problem.dtype).requires_grad_(problem.bias_needs_grad)
     if problem.alibi_axes:
         slopes = torch.rand([problem.batch, problem.heads][-problem.alibi_axes :], generator=generator)
         found["alibi_slopes"] = slopes.to(problem.device)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -37,7 +37,7 @@ from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, fi
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
-from attn_dispatch.tuning.oracle import PAIRS, NoReference, Oracle, reference, referenced
+from attn_dispatch.tuning.oracle import PAIRS, FurtherCheck, NoReference, Oracle, further_checks, reference, referenced
 from attn_dispatch.tuning.rounds import Steps
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ START_S = 120.0  #: seconds in which a process of its own must have loaded PyTor
 CONTEXT_BYTES = 2 << 30  #: free memory on a device that another process needs to use it
 #: Exit codes by which a process of its own crashed; others, such as SIGKILL's, may come from outside.
 CRASHES = tuple(-number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
-_PASSED_FORMAT = "1"  # to be changed with the hard cases, so that every version must pass the new ones
+_PASSED_FORMAT = "2"  # to be changed with the hard cases, so that every version must pass the new ones
 LOADING_MS = {"cuda": 2000.0, "cpu": 5.0}  #: milliseconds of a first call that may be one-time work, by device
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
@@ -87,6 +87,11 @@ class Gate:
     def _cases(self) -> tuple[HardCase, ...]:
         with reference():
             return hard_cases(self.problem)
+
+    @property
+    def differences(self) -> list[float]:
+        """By how much results of a timed call may differ; empty with dropout, which is random."""
+        return [] if self.problem.dropout_p else self._oracle.differences
 
     def evaluate(self) -> Steps[None]:
         """Evaluate the expected results of the example in steps; else the first `admit` does. Raises NoReference."""
@@ -172,7 +177,7 @@ class Gate:
         if isinstance(found, Rejected):
             return found
         if found:
-            return self._incorrect(candidate, found)
+            return self.incorrect(candidate, found)
         key = *candidate.id, candidate.version, class_key(self.problem)
         _passed.add(key)
         if not brief or not hasattr(candidate.backend, "first_call_ms"):
@@ -222,7 +227,7 @@ class Gate:
         checked = oracle.check(result)
         error = checked.error if checked.error < float("inf") else None
         if wrote or checked.failures:
-            found = self._incorrect(candidate, wrote or checked.failures)
+            found = self.incorrect(candidate, wrote or checked.failures)
             return replace(found, first_ms=first_ms, peak_bytes=peak, error=error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
@@ -313,22 +318,27 @@ class Gate:
                 if len(compiled) == most:
                     return ()
                 compiled.add(case.name)
-            found = self._guarded(
-                partial(case.run, *candidate.backend_and_order), self._limit_s(candidate, case.problem)
-            )
-            return case.check(found).failures
+            run = partial(case.run, *candidate.backend_and_order)
+            return case.check(self._guarded([run], self._limit_s(candidate, case.problem))[0]).failures
 
-        return [*(partial(check, case) for case in accepted), partial(self._second_call_failures, candidate, accepted)]
+        further = self._further_checks(candidate, accepted[min(1, len(accepted) - 1)].problem) if accepted else []
+        return [*(partial(check, case) for case in accepted), *further]
 
-    def _second_call_failures(self, candidate: Candidate, cases: list[HardCase]) -> Sequence[str]:
-        """Failures where a second call changes the first result, or returns it again."""
-        if not cases:
-            return []
-        with reference():
-            oracle = Oracle.of(make(cases[min(1, len(cases) - 1)].problem))
-        limit_s = self._limit_s(candidate, oracle.example.problem)
-        run = partial(oracle.run, *candidate.backend_and_order)
-        return oracle.second_call_failures(partial(self._guarded, run, limit_s))
+    def _further_checks(self, candidate: Candidate, problem: Problem) -> list[Check]:
+        """Checks of further calls of one problem, the last of which is in this thread: nothing could end it."""
+
+        @cache
+        def oracle() -> Oracle:
+            with reference():
+                return Oracle.of(make(problem))
+
+        def run(calls: list[Callable[[], T]]) -> list[T]:
+            return self._guarded(calls, self._limit_s(candidate, problem))
+
+        def check(failures: FurtherCheck) -> Sequence[str]:
+            return failures(oracle(), *candidate.backend_and_order, run)
+
+        return [partial(check, failures) for failures in further_checks(candidate.backend)]
 
     def _checked_run(self, candidate: Candidate, limit_s: float) -> CheckedRun:
         """Run the candidate once; its tensors for the oracle, the peak of memory in bytes, and milliseconds."""
@@ -341,27 +351,28 @@ class Gate:
             synchronize(device)
             return result, peak, (time.perf_counter() - start) * 1e3
 
-        return self._guarded(run, limit_s)
+        return self._guarded([run], limit_s)[0]
 
-    def _guarded(self, call: Callable[[], T], limit_s: float) -> T:
-        """Run a call within limits of time (seconds) and memory."""
+    def _guarded(self, calls: list[Callable[[], T]], limit_s: float) -> list[T]:
+        """Run calls at once, within limits of time (seconds) and memory."""
         marker = self._marker
         if marker is not None:
             marker.begin(limit_s)
 
-        def run() -> T:
+        def run(call: Callable[[], T]) -> T:
             found = call()
             synchronize(self.problem.device)  # on CUDA the call has only been enqueued
             return found
 
         try:
             with guard.capped(self.problem.device):
-                return guard.run_guarded(run, limit_s)
+                return guard.run_at_once([partial(run, call) for call in calls], limit_s)
         finally:
             if marker is not None:
                 marker.begin(math.inf)  # what follows, such as a comparison, is not the backend's call
 
-    def _incorrect(self, candidate: Candidate, failures: Sequence[str]) -> Rejected:
+    def incorrect(self, candidate: Candidate, failures: Sequence[str]) -> Rejected:
+        """Quarantine a candidate whose results are wrong."""
         reason = "; ".join(failures)
         logger.warning("%s gives wrong results for %s: %s", candidate.title, self.problem, reason)
         self._quarantine(candidate, "incorrect", reason, self.address.group)

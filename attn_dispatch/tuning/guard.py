@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
@@ -121,15 +121,12 @@ class _Worker:
         self.thread = threading.Thread(target=self._loop, name="attn-dispatch-trial", daemon=True)
         self.thread.start()
 
-    def submit(self, job: _Job[Any]) -> None:
-        self.jobs.put(job)
-
     def stop(self) -> None:
         """Raise `_Stop` in the thread as soon as it runs Python code; it takes no more jobs."""
         with self.ending:
             self.stopping = True
-            if self.running and self.thread.ident is not None:
-                _raise_in(self.thread.ident, _Stop)
+            if self.running and (ident := self.thread.ident) is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stop))
         self.jobs.put(None)
 
     def _loop(self) -> None:
@@ -194,37 +191,49 @@ def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
             leaves C code is abandoned, with its memory. A call that never releases the interpreter's lock cannot be
             abandoned: nothing else runs.
     """
-    try:
-        worker = _idle.pop() if _idle else _Worker()
-    except (IndexError, RuntimeError) as error:
-        if isinstance(error, IndexError):  # another thread took it
-            return run_guarded(call, timeout_s)
-        say_once(f"a backend is tried without a time limit: {error}")  # at interpreter exit, or out of threads
-        return call()
-    job = _Job(call)
+    calls = [call]
     del call
+    return run_at_once(calls, timeout_s)[0]
+
+
+def run_at_once(calls: list[Callable[[], T]], timeout_s: float | None) -> list[T]:
+    """Run calls at once, each in a thread as `run_guarded` does; their results, or the exception of the first that
+    raised one. Empties the list.
+    """
+    workers = list[_Worker]()
     try:
-        worker.submit(job)
-        in_time = _wait(job.done, timeout_s)
-    except BaseException:
-        worker.stop()
+        while len(workers) < len(calls):
+            with suppress(IndexError):  # another thread took it
+                workers.append(_idle.pop() if _idle else _Worker())
+    except RuntimeError as error:
+        _idle.extend(workers)
+        say_once(f"a backend is tried without a time limit: {error}")  # at interpreter exit, or out of threads
+        return [call() for call in calls]
+    jobs = [_Job(call) for call in calls]
+    calls.clear()  # only the jobs hold them, until they have run
+    try:
+        for worker, job in zip(workers, jobs):
+            worker.jobs.put(job)
+        if not _wait(jobs, timeout_s):
+            raise TimedOut(timeout_s or 0.0)
+    except BaseException as error:
+        for worker in workers:
+            worker.stop()
+        if isinstance(error, TimedOut):
+            error.stopped = all(job.done.wait(GRACE_S) for job in jobs)
         raise
-    if not in_time:
-        assert timeout_s is not None
-        worker.stop()
-        raise TimedOut(timeout_s, stopped=job.done.wait(GRACE_S))
-    _idle.append(worker)
-    return job.outcome()
+    _idle.extend(workers)
+    return [job.outcome() for job in jobs]
 
 
-def _wait(done: threading.Event, timeout_s: float | None) -> bool:
+def _wait(jobs: Sequence[_Job[Any]], timeout_s: float | None) -> bool:
     """Wait in slices, so that time in which the process is suspended counts as one slice at most."""
     left = math.inf if timeout_s is None else timeout_s
     while left > 0:
-        if done.wait(min(left, SLICE_S)):
+        if all(job.done.wait(min(left, SLICE_S)) for job in jobs):
             return True
         left -= SLICE_S
-    return done.is_set()
+    return all(job.done.is_set() for job in jobs)
 
 
 def end_idle_threads() -> None:
@@ -234,10 +243,6 @@ def end_idle_threads() -> None:
             worker = _idle.pop()
             worker.jobs.put(None)
             worker.thread.join()
-
-
-def _raise_in(thread: int, kind: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
 
 
 class _TorchState:

@@ -17,29 +17,41 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_terms
+from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_terms, traces
 from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import DTYPES, randn, stride_class
+from attn_dispatch.text import gib
 from attn_dispatch.tuning.example import Example, score_tensors
-from attn_dispatch.tuning.oracle import PAIRS, CheckResult, Oracle, referenced
+from attn_dispatch.tuning.oracle import PAIRS, CheckResult, NoReference, Oracle, referenced
 from attn_dispatch.tuning.rounds import Steps, exhausted
 
 CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
 LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, in float16, whose maximum is 65504
+OUTLIER = 2.0**10  #: factor on one entry of head_dim, as of models whose activations have outliers
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
 MAX_GROUP = 3  #: query heads for each head of k and v
 MAX_BRANCHES = 6  #: branches of a dilated pattern that heads are split between
-EVEN, ODD, SHORT = 192, 77, 40  #: tokens: one and a half tiles of 128; multiples of no tile
-MANY_KEYS = 130  #: keys for one query
+#: Up to a head_dim: tokens that are one and a half tiles, and multiples of no tile: many and few; keys for one query.
+LENGTHS = {640: (192, 77, 40, 130), math.inf: (12, 9, 5, 10)}
 CACHE_ROWS = 51  #: unfilled rows of a key-value cache
-GRIDS = {EVEN: ((192,), (16, 12), (8, 6, 4)), ODD: ((77,), (11, 7), (5, 5, 3))}  #: by tokens, then by axes - 1
+GRIDS = {
+    192: ((192,), (16, 12), (8, 6, 4)),
+    77: ((77,), (11, 7), (5, 5, 3)),
+    12: ((12,), (4, 3), (3, 2, 2)),
+    9: ((9,), (3, 3), (3, 3, 1)),
+}  #: by tokens, then by axes - 1
+ENTRY_BYTES = 150  #: for each entry of q, k, v and the gradient: views, copies of their memory, results in float64
+UNCOUNTED_BYTES = 2**27  #: up to which no hard case is asked whether it fits into memory
 PACKED, CACHE = "packed", "cache"  #: further memory orders: q, k, v interleaved in one tensor; a key-value cache's rows
+VIEWS, SCATTERED = (PACKED, PACKED, CACHE, "bhnd"), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh")
+ODD_K = (False, True, False, False)
 
 Strides = tuple[int, ...]
 
@@ -62,7 +74,9 @@ class CaseSpec:
     kinds: tuple[str, ...]
     empty: bool = False  #: for each mask, one batch entry without keys
     large: bool = False  #: scores up to LARGEST_SCORE
-    odd_masks: bool = False  #: int32 seq_lens, non-contiguous key_mask
+    odd_masks: bool = False  #: int32 seq_lens, masks that are not contiguous
+    odd: tuple[bool, ...] = (False,) * 4  #: q, k, v and the gradient lie one entry past an aligned address; masks as q
+    all_sizes: bool = False  #: zeros, denormal numbers and outliers
     hidden: bool = False  #: NaN and infinity in keys that no query sees, and in padding queries
 
 
@@ -90,8 +104,7 @@ class HardCase:
             RuntimeError: the backend wrote into its inputs, or to memory beside them.
         """
         try:
-            traced = hasattr(backend, "first_call_ms") and not getattr(backend, "shares_builds", False)
-            with nan_memory(self.problem, in_torch=not traced):
+            with nan_memory(self.problem, in_torch=not traces(backend)):
                 found = self.oracle.run(backend, order)
         finally:
             # The next backend gets the same tensors, and must get them unchanged.
@@ -132,19 +145,19 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     unequal = isinstance(problem.pattern, Dense | Window) and not problem.has_seq_lens
     at_end = problem.q_len < problem.k_len and isinstance(natural, Dilated | Neighborhood)
     small = partial(_small, problem)
+    # Time and memory grow with head_dim.
+    even, odd, short, many = next(each for most, each in LENGTHS.items() if problem.head_dim <= most)
     masks = problem.has_seq_lens + problem.has_key_mask
-    hides = problem.masked or bool(problem.bias) or unseen_keys(small(1, EVEN)) is not None
+    hides = problem.masked or bool(problem.bias) or unseen_keys(small(1, even)) is not None
     return (
-        CaseSpec("large scores", small(1, EVEN), own, large=True),
-        CaseSpec("", small(1 + masks, ODD, SHORT if unequal else ODD), own, empty=True),
-        CaseSpec("", small(max(2, 1 + masks), 1, MANY_KEYS if unequal else 1), own, empty=True),
-        CaseSpec("packed views", small(2, ODD), (PACKED, PACKED, CACHE, "bhnd"), odd_masks=True),
-        CaseSpec(
-            "scattered views", small(2, ODD), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh"), odd_masks=True
-        ),
-        *[CaseSpec("NaN that is hidden", small(2, EVEN), own, hidden=True)] * hides,
-        *[CaseSpec("at the end of longer keys", small(2, SHORT, ODD), own, hidden=True)] * at_end,
-        *[CaseSpec("at the end of longer keys", small(1, 1, EVEN), own, hidden=True)] * at_end,
+        CaseSpec("large scores", small(1, even), own, large=True),
+        CaseSpec("odd addresses", small(1 + masks, odd, short if unequal else odd), own, empty=True, odd=(True,) * 4),
+        CaseSpec("", small(max(2, 1 + masks), 1, many if unequal else 1), own, empty=True),
+        CaseSpec("packed views", small(2, odd), VIEWS, odd_masks=True),
+        CaseSpec("scattered views of all sizes", small(2, odd), SCATTERED, odd_masks=True, odd=ODD_K, all_sizes=True),
+        *[CaseSpec("NaN that is hidden", small(2, even), own, hidden=True)] * hides,
+        *[CaseSpec("at the end of longer keys", small(2, short, odd), own, hidden=True)] * at_end,
+        *[CaseSpec("at the end of longer keys", small(1, 1, even), own, hidden=True)] * at_end,
     )
 
 
@@ -236,15 +249,20 @@ def _evaluated(spec: CaseSpec) -> Steps[HardCase]:
     generator = torch.Generator().manual_seed(0)
     q_shape = (spec.problem.batch, spec.problem.q_len, spec.problem.heads, spec.problem.head_dim)
     kv_shape = (spec.problem.batch, spec.problem.k_len, spec.problem.kv_heads, spec.problem.head_dim)
+    need = ENTRY_BYTES * 2 * (math.prod(q_shape) + math.prod(kv_shape))
+    if need > UNCOUNTED_BYTES and need > (free := available_bytes(spec.problem.device)):
+        raise NoReference(f"a hard case needs {gib(need)}, {gib(free)} are free")
     values = [torch.randn(shape, generator=generator) for shape in (q_shape, kv_shape, kv_shape, q_shape)]
     if spec.large:
         values[:2] = _large(spec.problem, values[1], generator)
+    if spec.all_sizes:
+        values = _of_all_sizes(spec.problem, values)
     masks = _masks(spec, generator)
     dtype, device = spec.problem.dtype, spec.problem.device
     strides = [_strides(tuple(x.shape), kind, dtype) for x, kind in zip(values, spec.kinds)]
     if spec.hidden:
         values[:3] = _with_hidden_nans(spec.problem, values, strides, masks)
-    q, k, v, grad = (between_nans(x.to(device, dtype), each) for x, each in zip(values, strides))
+    q, k, v, grad = (between_nans(x.to(device, dtype), *each) for x, each in zip(values, zip(strides, spec.odd)))
     classes = [stride_class(tuple(x.shape), x.stride(), dtype.itemsize) for x in (q, k, v)]
     problem = replace(spec.problem, strides=(classes[0], classes[1], classes[2]))
     if problem.needs_grad:
@@ -292,6 +310,20 @@ def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[
     return [q, k]
 
 
+def _of_all_sizes(problem: Problem, values: list[Tensor]) -> list[Tensor]:
+    """Give q, k, v and the gradient rows of zeros, rows of denormal numbers, and entries of head_dim a thousand times
+    larger and smaller than others, whose products are ordinary.
+    """
+    factors = torch.ones(4, problem.head_dim, dtype=torch.float64)
+    factors[:, 0] = torch.tensor([1 / OUTLIER, OUTLIER, OUTLIER, 1 / OUTLIER])
+    factors[:2, 1:2] = torch.tensor([[OUTLIER], [1 / OUTLIER]])
+    values = [x * factor for x, factor in zip(values, factors)]
+    for number, x in enumerate(values):
+        x[:, number::8] = 0.0
+        x[:, number + 4 :: 8] = x[:, number + 4 :: 8].sign() * torch.finfo(problem.dtype).smallest_normal / 8
+    return values
+
+
 def _with_hidden_nans(
     problem: Problem, values: list[Tensor], strides: list[Strides], masks: dict[str, Tensor]
 ) -> list[Tensor]:
@@ -324,10 +356,12 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
         visible[:, -1] = True
         if spec.empty:
             visible[-1] = False
-        # A view of every second entry: a kernel that ignores the strides reads the opposite mask.
-        beside = torch.stack([visible, ~visible], -1).to(problem.device)
-        masks["key_mask"] = beside[..., 0] if spec.odd_masks else beside[..., 0].contiguous()
-    return masks | score_tensors(problem, generator, hides=True, empty=spec.empty, odd=spec.odd_masks)
+        masks["key_mask"] = visible.to(problem.device)
+    masks |= score_tensors(problem, generator, hides=True, empty=spec.empty)
+    for name, x in masks.items():
+        strides = tuple(step * (2 if spec.odd_masks else 1) for step in x.stride())
+        masks[name] = between_nans(x.detach(), strides, spec.odd[0]).requires_grad_(x.requires_grad)
+    return masks
 
 
 def _strides(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Strides:
@@ -341,15 +375,18 @@ def _strides(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Strides:
     return randn(shape, kind, dtype, torch.device("cpu"), torch.Generator()).stride()
 
 
-def between_nans(values: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Copy the values into a view with these strides, with NaN between and around. Axes of stride 0 have one entry."""
+def between_nans(values: Tensor, strides: tuple[int, ...], odd: bool = False) -> Tensor:
+    """Copy the values into a view with these strides, with NaN, or ones, between and around. Axes of stride 0 have one
+    entry. With `odd` it begins one entry past an aligned address.
+    """
     sizes = [size if stride else 1 for size, stride in zip(values.shape, strides)]
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides))
-    room = max(span, SPAN * values.numel()) + 2 * NAN_MARGIN
-    base = torch.full((room,), math.nan, dtype=values.dtype, device=values.device)
+    room = max(span, SPAN * values.numel()) + 2 * NAN_MARGIN + odd
+    rest = math.nan if values.is_floating_point() else 1
+    base = torch.full((room,), rest, dtype=values.dtype, device=values.device)
     once = tuple(slice(size) for size in sizes)
-    base.as_strided(sizes, strides, NAN_MARGIN).copy_(values[once])
-    return base.as_strided(values.shape, strides, NAN_MARGIN)
+    base.as_strided(sizes, strides, NAN_MARGIN + odd).copy_(values[once])
+    return base.as_strided(values.shape, strides, NAN_MARGIN + odd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,13 +23,13 @@ from torch import Tensor
 
 from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.autograd import gradients
-from attn_dispatch.kernels.contract import Backend, runner
+from attn_dispatch.kernels.contract import Backend, runner, traces
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.example import Example
+from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.rounds import Steps, T, exhausted
 
 PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
@@ -36,6 +38,7 @@ KEY_BYTES = 2**27  #: bytes of keys in float64, and the same again of values; pa
 STEP_PAIRS = 2**13  #: the same where a single call waits for a step of a trial; heads are drawn then too
 ONE_THREAD = 2**19  #: entries of q or k up to which a single thread compares results
 GRADIENTS = ("dq", "dk", "dv", "dbias")
+MEETING_S = 0.1  #: seconds that two calls wait for one another to begin at once
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 FEWEST_HEADS = 2  #: the same of heads
 BOUNDS_FACTOR = 4.0  #: time of bounding the rounding errors, relative to that of the exact results
@@ -143,6 +146,13 @@ class Oracle:
         expected = yield from sample.expected()
         return cls(example, rows, heads, grad, grad_lse, expected, example.facts())
 
+    @property
+    def differences(self) -> list[float]:
+        """By how much right results of `Example.call` may differ, in its order. There every row has a gradient."""
+        rows = self.example.problem.q_len * self.example.problem.heads / (len(self.rows) * len(self.heads))
+        found = {name: self.expected[name].tolerance for name in ("out", *GRADIENTS) if name in self.expected}
+        return [2 * off * (1 if name in ("out", "dq") else rows) for name, off in found.items()]
+
     def empty(self) -> None:
         """Free the memory of the gradient until `refill`."""
         if self.grad is not None:
@@ -169,11 +179,11 @@ class Oracle:
 
         Raises:
             TypeError: the backend returned something other than out or (out, lse).
-            RuntimeError: the backend wrote into its inputs.
+            RuntimeError: the backend wrote into its inputs, or returned their memory.
         """
         example = self.example
         inputs = (example.q, example.k, example.v, *example.masks.values())
-        versions, qkv = [x._version for x in inputs], inputs[:3]
+        versions, qkv = [None if x.is_inference() else x._version for x in inputs], inputs[:3]
         with torch.set_grad_enabled(example.problem.needs_grad):
             result = runner(backend, order, example.problem, qkv)(*qkv, example.problem, **example.masks)
         out, lse = _parts(result)
@@ -182,9 +192,11 @@ class Oracle:
             results, weights = [out], [self.grad]
             if self.grad_lse is not None and lse is not None and lse.shape == self.grad_lse.shape:
                 results, weights = [out, lse], [self.grad, self.grad_lse]
-            found.update(zip(GRADIENTS, gradients(results, example.inputs, weights)))
-        if versions != [x._version for x in inputs]:
+            found.update(zip(example.inputs, gradients(results, tuple(example.inputs.values()), weights)))
+        if versions != [None if x.is_inference() else x._version for x in inputs]:
             raise RuntimeError("wrote into its inputs")
+        if out.untyped_storage().data_ptr() in [x.untyped_storage().data_ptr() for x in inputs]:
+            raise RuntimeError("returned the memory of an input")
         return found
 
     @reference()
@@ -207,18 +219,53 @@ class Oracle:
             failures.append("dq is not zero where the gradient of out is")
         return CheckResult(errors["out"], tuple(failures))
 
-    def second_call_failures(self, run: Callable[[], dict[str, Tensor]]) -> list[str]:
-        """Call again on the same tensors with -v; failures where the first result changed or was returned."""
-        known = (first := run()["out"]).clone()
-        v = self.example.v
-        with torch.no_grad():  # an expanded tensor cannot be written to, but its memory, once
-            sizes = [1 if stride == 0 else size for size, stride in zip(v.shape, v.stride(), strict=True)]
-            v.as_strided(sizes, v.stride()).neg_()
-        second = run()["out"]
+    def second_call_failures(self, backend: Backend, order: str, run_at_once: RunAtOnce) -> list[str]:
+        """Call again on the same tensors with other values; failures where the first result changed or was returned."""
+        run = partial(self.run, backend, order)
+        known = (first := run_at_once([run])[0]["out"]).clone()
+        opposite = self.negate()
+        (second,) = run_at_once([run])
+        self.negate()
         if not torch.equal(first, known):
             return ["a second call changed the result of the first"]
-        found = self.check({"out": -second})  # attention is linear in v
-        return [f"a second call on the same tensors: {each}" for each in found.failures if each.startswith("out")]
+        return [f"a second call on the same tensors: {each}" for each in opposite.check(second).failures]
+
+    def at_once_failures(self, backend: Backend, order: str, run_at_once: RunAtOnce) -> list[str]:
+        """Failures of two calls at once, with other values."""
+        oracles, meeting = (self, self.again().negate()), threading.Barrier(2)
+
+        def call(oracle: Oracle) -> dict[str, Tensor]:
+            with suppress(threading.BrokenBarrierError):
+                meeting.wait(MEETING_S)
+            return oracle.run(backend, order)
+
+        results = run_at_once([partial(call, each) for each in oracles])
+        failures = (each.check(found).failures for each, found in zip(oracles, results))
+        return [f"two calls at once: {failure}" for each in failures for failure in each]
+
+    def call_here_failures(self, backend: Backend, order: str, _: RunAtOnce) -> list[str]:
+        """Failures of a call in this thread, in inference mode or with a gradient of k alone."""
+        with torch.inference_mode(self.grad is None):
+            oracle = self.again()
+            oracle.example.q.requires_grad_(False)
+            oracle.example.v.requires_grad_(False)
+            found = oracle.run(backend, order)
+        how = "in inference mode" if self.grad is None else "with a gradient of k alone"
+        return [f"in the caller's thread, {how}: {failure}" for failure in oracle.check(found).failures]
+
+    def negate(self) -> Oracle:
+        """Negate v and the gradient of out where they lie; the oracle of what they are now: only out and dv change."""
+        with torch.no_grad():  # an expanded tensor cannot be written to, but its memory, once
+            for x in (self.example.v, *([] if self.grad is None else [self.grad])):
+                x.as_strided([1 if step == 0 else size for size, step in zip(x.shape, x.stride())], x.stride()).neg_()
+        opposite = {name: replace(x, value=-x.value) for name, x in self.expected.items() if name in ("out", "dv")}
+        return replace(self, expected={**self.expected, **opposite})
+
+    @reference()
+    def again(self) -> Oracle:
+        """The same with tensors of its own, of an example that was made on a CPU. Raises NoReference."""
+        grad = None if self.grad is None else self.grad.clone()
+        return replace(self, example=make(self.example.problem, self.example.seed), grad=grad)
 
     def _drawn(self, name: str, tensor: Tensor) -> Tensor:
         if name == "lse":
@@ -226,7 +273,7 @@ class Oracle:
         if name in ("out", "dq"):
             return tensor[:, self.rows[:, None], self.heads]
         if name == "dbias":
-            return _of_bias(tensor, self.heads, self.rows)
+            return formula.rows_of_bias(tensor, self.heads.tolist(), self.rows)
         group = self.example.problem.heads // self.example.problem.kv_heads
         return tensor[:, :, torch.unique(self.heads // group)]
 
@@ -236,17 +283,26 @@ class Oracle:
         return not bool(dq[:, ~drawn].any())
 
 
+RunAtOnce = Callable[[list[Callable[[], dict[str, Tensor]]]], list[dict[str, Tensor]]]  #: each call in its own thread
+FurtherCheck = Callable[[Oracle, Backend, str, RunAtOnce], list[str]]
+
+
+def further_checks(backend: Backend) -> tuple[FurtherCheck, ...]:
+    """What an example's oracle can check besides a call. Those of torch.compile compile in one thread, for one mode."""
+    found = Oracle.second_call_failures, Oracle.at_once_failures, Oracle.call_here_failures
+    return found[:1] if traces(backend) else found
+
+
 def expected_of(example: Example, grad_lse: Tensor | None = None) -> dict[str, Expected]:
     """The expected results for every row and head, by name. Raises NoReference.
 
     Args:
         grad_lse: [batch, heads, q_len], the gradient of lse where the example has one of out; None: zero.
     """
-    rows, heads = (
-        torch.arange(count, device=example.q.device) for count in (example.problem.q_len, example.problem.heads)
-    )
-    sample = _Sample.of(example.without_dropout(), rows, heads, grad_lse)
-    return exhausted(referenced(sample.expected(), example.problem))
+    problem, device = example.problem, example.q.device
+    every = torch.arange(problem.q_len, device=device), torch.arange(problem.heads, device=device)
+    sample = _Sample.of(example.without_dropout(), *every, grad_lse)
+    return exhausted(referenced(sample.expected(), problem))
 
 
 def _parts(result: object) -> tuple[Tensor, Tensor | None]:
@@ -316,7 +372,7 @@ class _Sample:
         bias = masks["bias"].detach() if problem.bias_needs_grad else None
         others = {name: x.detach() for name, x in masks.items() if bias is None or name != "bias"}
         terms = formula.score_terms_of(problem, heads.tolist(), rows, others, torch.float64)
-        bias = None if bias is None else _of_bias(bias, heads, rows)
+        bias = None if bias is None else formula.rows_of_bias(bias, heads.tolist(), rows)
         return cls(problem, q, keys, values, grad, lse, counts, index, terms, bias)
 
     def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -363,10 +419,6 @@ class _Sample:
         terms = self._terms(wide, None if self.bias is None else self.bias.to(wide))
         tensors = (self.q, self.k, self.v, self.kv_index, self.counts, self.grad, self.grad_lse)
         return formula.rounding_errors(self.problem, *tensors, terms, exact)
-
-
-def _of_bias(x: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
-    return formula.rows_of_bias(x, heads.tolist(), rows)
 
 
 def _visible(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
+from torch import Tensor
 
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
@@ -47,8 +48,15 @@ CHECK_ROUNDS, CHECK_S = 3, 0.005  #: calls of each candidate, and seconds that t
 CHECK_RATIO = 1.10  #: time over the static choice's from which the choice is refuted
 CLEAR_RATIO = 2.0  #: ratio of long calls from which one of each is enough
 MAY_WIN_RATIO = 1.5  #: a candidate left out at a lower ratio might still be the fastest
+# Of the look at results of timed calls.
+LOOK_SHARE = 0.03  #: share of the time of samples that it may take
+LOOKED_AT = 2**13  #: entries of each tensor
 
 Calls = Mapping[str, Callable[[], object]]
+
+
+class ChangedResult(Exception):
+    """A timed call gave another result than the candidate's first one."""
 
 
 @dataclass
@@ -57,7 +65,8 @@ class Race:
 
     `runners` are ordered by preference. `skipped` maps a candidate that is not raced to the ratio of its first call to
     the fastest one's. `clock` measures the budget, in seconds; `stepped` is whether other code runs between two steps.
-    Candidates whose calls take more than `longest_ms` milliseconds are skipped.
+    Candidates whose calls take more than `longest_ms` milliseconds are skipped. One whose results change fails with
+    `ChangedResult`.
     """
 
     request: Request
@@ -66,6 +75,7 @@ class Race:
     clock: Callable[[], float] = time.perf_counter
     stepped: bool = False
     longest_ms: float = math.inf
+    differences: Sequence[float] = ()  #: see `Gate.differences`
     skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
@@ -90,7 +100,8 @@ class Race:
             self.rounds = Rounds({only: intervals.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
             return
         guard.end_idle_threads()  # they would occupy cores during the timing
-        calls = {name: example.call(*candidate.backend_and_order) for name, candidate in racing.items()}
+        timed = {name: example.call(*candidate.backend_and_order) for name, candidate in racing.items()}
+        calls = {name: _Watched(call, self.differences) for name, call in timed.items()}
         try:
             self.rounds = yield from self._time(calls, remaining_s, disturbed_s)
         finally:
@@ -103,10 +114,8 @@ class Race:
 
     def remove(self, name: str) -> None:
         """Take a candidate out of the choice: it was timed, and its results proved wrong."""
-        self.runners.pop(name, None)
-        self.skipped.pop(name, None)
-        self.outcomes.pop(name, None)
-        self.rounds.timings.pop(name, None)
+        for table in (self.runners, self.skipped, self.outcomes, self.rounds.timings, self.rounds.failures):
+            table.pop(name, None)
 
     def choose(self) -> str | None:
         """Choose a candidate as `choice.choose` does; None where none was timed beyond a first call."""
@@ -306,6 +315,41 @@ def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> Steps[tuple[dict[str, f
     return times, failures
 
 
+@dataclass(eq=False)
+class _Watched:
+    """A call whose results are compared with its first ones after samples of it, as often as takes little time."""
+
+    call: Callable[[], Sequence[Tensor]]
+    differences: Sequence[float]  #: as of `Race`
+    results: Sequence[Tensor] = ()
+    first: Sequence[Tensor] = ()
+    left_s: float = 0.0  #: for further looks
+
+    def __call__(self) -> None:
+        self.results = ()  # freed before the next ones are allocated
+        self.results = self.call()
+
+    def look(self, sample_s: float) -> None:
+        """Look at the last results of a sample; on CUDA that waits for them, as samples do. Raises ChangedResult."""
+        results, self.results = self.results, ()
+        self.left_s += LOOK_SHARE * sample_s
+        if not self.differences or (self.first and self.left_s < 0):
+            return
+        start_s, parts = time.perf_counter(), [_part(x) for x in results]
+        self.first = self.first or [x.clone() for x in parts]
+        for x, first, allowed in zip(parts, self.first, self.differences):
+            off = float(torch.dist(x, first, math.inf))
+            if not off <= allowed:  # NaN too
+                raise ChangedResult(f"a timed call gave another result than the first one, by {off:.2e}")
+        self.left_s -= time.perf_counter() - start_s
+
+
+def _part(x: Tensor) -> Tensor:
+    """About `LOOKED_AT` entries of a tensor, evenly spaced along its longest axis."""
+    axis = max(range(x.ndim), key=lambda each: x.shape[each])
+    return x.transpose(0, axis)[:: -(-x.numel() // LOOKED_AT)]
+
+
 @dataclass
 class _MarkedStopwatch:
     """A stopwatch that caps memory, and has a crash marker for each call that is paused but while it is sampled."""
@@ -327,7 +371,10 @@ class _MarkedStopwatch:
 
     def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
         with self._marked(call):
-            return self.stopwatch.mean_ms(call, repeats)
+            found_ms = self.stopwatch.mean_ms(call, repeats)
+        if isinstance(call, _Watched):
+            call.look(found_ms * repeats / 1e3)
+        return found_ms
 
     def device_ms(self, call: Callable[[], object]) -> float | None:
         return self.stopwatch.device_ms(call)
@@ -400,8 +447,10 @@ def _why_slower(request: Request, gate: Gate, example: Example, decided: Candida
     clear = shorter >= LONGEST_DISTURBED_MS and longer >= CLEAR_RATIO * shorter
     if not clear or request.problem.device.type == "cuda":
         runners = {decided.title: (decided, mine), static.title: (static, other)}
-        race = Race(request, runners, static.title)
+        race = Race(request, runners, static.title, differences=gate.differences)
         exhausted(race.run(example, max(CHECK_S, CHECK_ROUNDS * sum(times.values()) / 1e3)))
+        if (error := race.rounds.failures.get(decided.title)) is not None:
+            return one_line(error)
         times |= {title: min(timing.samples_ms) for title, timing in race.rounds.timings.items()}
     forget = getattr(static.backend, "forget", None)
     if forget is not None:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 from attn_dispatch.log import logger
@@ -195,7 +196,8 @@ class _Rules:
 
     def test_comparisons(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
         """The candidates to retire, and whether any comparison among the others is still open."""
-        seen = {(a, b): self._ratio_test(timings[a], timings[b]) for a in timings for b in timings if a != b}
+        test = partial(ratio_test, margin=self.margin, resolution=self.resolution)
+        seen = {(a, b): test(timings[a], timings[b]) for a in timings for b in timings if a != b}
         # "Surely faster" need not be transitive: the candidate of the least median stays in any case.
         least = min(timings, key=lambda name: timings[name].median_ms, default="")
         free = timings.keys() - self.incumbents
@@ -225,9 +227,6 @@ class _Rules:
             median_interval(timing.samples_ms).half_width < self.target * timing.median_ms
             for timing in timings.values()
         )
-
-    def _ratio_test(self, candidate: Timing, baseline: Timing) -> str:
-        return ratio_test(candidate, baseline, self.margin, self.resolution)
 
 
 @dataclass
@@ -333,7 +332,8 @@ class _RoundTimer:
                     break
                 next_look = math.ceil(self.rounds * _LOOKS_GROW)
             limit_s = min((most for rounds, most in TIME_LIMITS_S.items() if self.rounds >= rounds), default=math.inf)
-            if self.clock() - start_s >= limit_s or not self._next_round_fits():
+            round_s = sum(candidate.sample_s() for candidate in self.running().values())
+            if self.clock() - start_s >= limit_s or round_s > self._left_s():
                 break
             yield from self.run_round()
 
@@ -376,9 +376,6 @@ class _RoundTimer:
             return not is_open and self.rounds >= FINE_ROUNDS
         timings = {name: candidate.timing() for name, candidate in self.running().items()}
         return not is_open and (self.rounds >= FINE_ROUNDS or self.rules.fine(timings))
-
-    def _next_round_fits(self) -> bool:
-        return sum(candidate.sample_s() for candidate in self.running().values()) <= self._left_s()
 
     def timings(self) -> dict[str, Timing]:
         return {name: each.timing() for name, each in self.candidates.items() if name not in self.failures}

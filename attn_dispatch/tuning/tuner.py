@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, example_bytes, made_timed
 from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference, referenced
-from attn_dispatch.tuning.race import Race
+from attn_dispatch.tuning.race import ChangedResult, Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, said_if_long
 
 # Of a trial that a caller waits for.
@@ -202,7 +202,7 @@ class Trial:
                 self.outside_s += max(0.0, found.first_ms - found.call_ms) / 1e3 * candidates.shares_builds(candidate)
             else:
                 self._reject(candidate, found)
-        yield from self._race(example)
+        yield from self._race(example, gate.differences)
         self.gate = gate.example = None
         gate.__dict__.pop("_oracle", None)
         del example
@@ -226,6 +226,10 @@ class Trial:
         if self.race is None:
             return
         by_title = {candidate.title: candidate for candidate in self.runners}
+        for name, error in list(self.race.rounds.failures.items()):
+            if isinstance(error, ChangedResult):
+                self.race.remove(name)
+                self._reject(by_title[name], gate.incorrect(by_title[name], [str(error)]))
         due = [] if self.waiting else [by_title[title] for title in self.race.rounds.timings]
         while True:
             title = self.race.choose()
@@ -389,13 +393,13 @@ class Trial:
             self.outside_s += self.clock() - start
         return found
 
-    def _race(self, example: Example) -> Steps[None]:
+    def _race(self, example: Example, differences: Sequence[float]) -> Steps[None]:
         if (incumbent := self._incumbent()) is None:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
         limits = self.live_s is not None, self._longest_s * 1e3
-        self.race = Race(self.request, runners, incumbent, self.clock, *limits)
+        self.race = Race(self.request, runners, incumbent, self.clock, *limits, differences)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             attempts = 1 if self.prior is None else 1 + self.prior.attempts

@@ -142,7 +142,8 @@ def test_adapters_refuse_only_the_unsupported(adapter: str, calls: list[dict[str
 def test_other_libraries_refuse_tangents(adapter: str, needs_grad: bool, calls: list[dict[str, Any]]) -> None:
     """Their own operators drop them without a word."""
     problem = CHOSEN[0].problem(torch.float16, needs_grad=needs_grad)
-    q, k, v = make(problem).inputs
+    example = make(problem)
+    q, k, v = example.q, example.k, example.v
     forward_ad: Any = torch.autograd.forward_ad
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward.mode"):
         on_cpu(ADAPTERS[adapter]).run(q, k, forward_ad.make_dual(v, torch.ones_like(v)), problem)

@@ -160,7 +160,7 @@ def test_the_static_choice_runs_the_hard_cases_alone(installed: Installed, tmp_p
 def test_wrong_results_are_found(installed: Installed, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
-    installed.by_name["b"].fault = wrong_out
+    installed.by_name["b"].compute = wrong_out
     give(given, tmp_path)
     attend(*qkv())
     assert explain(*qkv()).choice == "a"

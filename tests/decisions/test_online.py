@@ -174,7 +174,7 @@ def test_results_of_a_wrong_candidate_are_never_used(machine: Machine) -> None:
 def test_a_candidate_that_hangs_is_left_behind(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "0.1")
     waits = threading.Event()
-    machine.add("b", 1, fault=lambda *given: waits.wait(5) and planted.right(*given))
+    machine.add("b", 1, fault=lambda *given, **more: waits.wait(5) and planted.right(*given, **more))
     call_until_measured()
     waits.set()
     (decision,) = stored()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ FILLED = pytest.mark.skipif(
 class Planted:
     """A backend with one flaw. `compute` is called as `run` is."""
 
-    compute: Callable[..., Result]
+    compute: Callable[..., Result] = manual.run
     name: str = "planted"
     reasons: list[Refusal] = field(default_factory=list[Refusal])
 
@@ -219,8 +220,73 @@ def gradient_read_on(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensor
     return ReadsOn.apply(out), lse  # type: ignore[no-untyped-call]
 
 
-LARGE, EMPTY = "192 tokens, large scores", "77 queries, 40 keys, rows without keys"
-PACKED, SCATTERED = "77 tokens, packed views", "77 tokens, scattered views"
+def where(condition: Callable[..., bool]) -> Callable[..., Result]:
+    """Wrong where a condition holds of the call's tensors."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+        out, lse = manual.run(q, k, v, problem, **tensors)
+        return (1.5 * out if condition(q=q, k=k, v=v, problem=problem, **tensors) else out), lse
+
+    return run
+
+
+def odd(x: Tensor) -> bool:
+    """Whether vectors of 16 bytes cannot be loaded from where it begins."""
+    return x.data_ptr() % 16 != 0
+
+
+def denormal(x: Tensor) -> bool:
+    return bool(((x != 0) & (x.abs() < torch.finfo(x.dtype).smallest_normal)).any())
+
+
+def odd_gradient(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    out, lse = manual.run(q, k, v, problem, **tensors)
+    out.register_hook(lambda grad: 1.5 * grad if odd(grad) else grad)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def zero_queries(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    """As where scores are divided by the norm of q."""
+    out, lse = manual.run(q, k, v, problem, **tensors)
+    return torch.where((q == 0).all(-1, keepdim=True), 1.5 * out, out), lse
+
+
+def dense_seq_lens(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    tensors["seq_lens"] = as_contiguous(tensors["seq_lens"])
+    return manual.run(q, k, v, problem, **tensors)
+
+
+def scratch() -> Callable[..., Result]:
+    """Keeps its values where another call finds them."""
+    kept: dict[str, Tensor] = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+        kept["v"] = v.clone()
+        time.sleep(0.002)
+        return manual.run(q, k, kept["v"], problem, **tensors)
+
+    return run
+
+
+def memo() -> Callable[..., Result]:
+    """Knows tensors by their addresses."""
+    kept: dict[Any, Result] = {}
+
+    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+        found = manual.run(q, k, v, problem, **tensors)
+        return kept.setdefault((q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape), found)
+
+    return run
+
+
+def buffer() -> Callable[..., Result]:
+    """Returns the same memory for each length."""
+    kept: dict[Any, Tensor] = {}
+    return changed(lambda out, lse, _: (kept.setdefault(out.shape, torch.empty_like(out)).copy_(out), lse))
+
+
+LARGE, EMPTY = "192 tokens, large scores", "77 queries, 40 keys, odd addresses, rows without keys"
+PACKED, SCATTERED = "77 tokens, packed views", "77 tokens, scattered views of all sizes"
 HIDDEN = "192 tokens, NaN that is hidden, rows without keys"
 FLAWS: dict[str, tuple[str, Callable[..., Result], tuple[str, ...]]] = {
     "no-maximum": ("causal-grouped", scored(without_maximum), (f"{LARGE}: out has NaN", f"{LARGE}: dq has NaN")),
@@ -237,7 +303,7 @@ FLAWS: dict[str, tuple[str, Callable[..., Result], tuple[str, ...]]] = {
     "seq-lens": (
         "both-masks",
         ignoring("seq_lens"),
-        ("77 tokens, rows without keys: out is off by", "one token, rows without keys: lse is off by"),
+        ("77 tokens, odd addresses, rows without keys: out is off by", "one token, rows without keys: lse is off by"),
     ),
     "half-a-tile": ("dense", changed(half_a_tile), (f"{LARGE}: out is off by",)),
     "one-query": ("dense", changed(one_query), ("one query: out is off by",)),
@@ -252,5 +318,23 @@ FLAWS: dict[str, tuple[str, Callable[..., Result], tuple[str, ...]]] = {
     "hidden-unselected": ("uncovered", scored(formula.softmax, zeroed=False), (f"{HIDDEN}: dk has NaN",)),
     "whole-tiles": ("dense", whole_tiles, (f"{PACKED}: out has NaN",)),
     "lse": ("dense", changed(wrong_lse), ("lse is off by",) * 5),
+    "lse-without-keys": ("uncovered", changed(lambda out, lse, _: (out, lse.clamp(min=-99))), ("lse is off by inf",)),
+    "other-types": (
+        "dense",
+        changed(lambda out, lse, _: (out.double(), lse.mT)),
+        ("is torch.float64, not", "lse has shape"),
+    ),
+    "address-of-q": ("dense", where(lambda q, **_: odd(q)), ("odd addresses: out is off by",)),
+    "address-of-v": ("dense", where(lambda v, **_: odd(v)), ("odd addresses: out is off by",)),
+    "address-of-k-alone": ("dense", where(lambda q, k, **_: odd(k) and not odd(q)), (f"{SCATTERED}: out is off by",)),
+    "address-of-the-gradient": ("dense", odd_gradient, ("odd addresses: dv is off by",)),
+    "address-of-the-mask": ("both-masks", where(lambda key_mask, **_: odd(key_mask)), ("odd addresses, rows without",)),
+    "seq-lens-with-a-stride": ("both-masks", dense_seq_lens, ("packed views, rows without keys: out is off by",)),
+    "expanded-over-rows": ("dense", where(lambda k, **_: k.stride(0) == 0), (f"{SCATTERED}: out is off by",)),
+    "keys-over-100": ("dense", where(lambda k, **_: bool(k.abs().max() > 100)), (f"{SCATTERED}: out is off by",)),
+    "values-over-100": ("dense", where(lambda v, **_: bool(v.abs().max() > 100)), (f"{SCATTERED}: out is off by",)),
+    "zero-queries": ("dense", zero_queries, (f"{SCATTERED}: out is off by",)),
+    "denormal-keys": ("dense", where(lambda k, **_: denormal(k)), (f"{SCATTERED}: out is off by",)),
+    "denormal-queries": ("dense", where(lambda q, **_: denormal(q)), (f"{SCATTERED}: out is off by",)),
     "nan-gradient": ("dense", nan_gradient, ("dq has NaN",) * 5),
 }

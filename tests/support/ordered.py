@@ -10,7 +10,6 @@ import pytest
 from torch import Tensor
 
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -33,10 +32,6 @@ class TimedBackend(Planted):
     takes_ms: float = 4
     clock: VirtualClock = field(default_factory=VirtualClock)
     handed: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    reasons: list[Refusal] = field(default_factory=list[Refusal])
-
-    def refusals(self, problem: Problem) -> list[Refusal]:
-        return self.reasons
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Any:
         self.handed.append(tensors)

@@ -20,7 +20,7 @@ from attn_dispatch.spec.pattern import Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import conformance, problems, random_problems
 from attn_dispatch.testing.cases import CASES
-from tests.support.flaws import Planted, changed, ignoring, wrong_lse
+from tests.support.flaws import Planted, buffer, changed, ignoring, scratch, where, wrong_lse
 
 pytestmark = pytest.mark.usefixtures("little_time")  # one thread
 
@@ -77,19 +77,6 @@ def writing_by_address(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tens
 
 def without_gradient(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
     return manual.run(q, k.detach(), v, problem, **tensors)
-
-
-class OneBuffer:
-    """Gives out the same memory at each call of a size."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[Any, Tensor] = {}
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
-        out, lse = manual.run(q, k, v, problem, **tensors)
-        if problem.needs_grad:
-            return out, lse
-        return self.buffers.setdefault(out.shape, out.clone()).copy_(out), lse
 
 
 FAULTS: dict[str, tuple[Callable[..., Result], str, str]] = {
@@ -157,9 +144,17 @@ def test_another_mask_in_the_backward_pass() -> None:
     assert "the backward pass dropped other weights than the forward pass" in text
 
 
-def test_a_result_that_the_next_call_changes() -> None:
-    inference = replace(PROBLEMS[0], needs_grad=False)
-    assert "a second call changed the result of the first" in failing(Other(OneBuffer()), [inference])
+@pytest.mark.parametrize(
+    ("run", "named"),
+    [
+        (buffer(), "a second call changed the result of the first"),
+        (scratch(), "two calls at once: out is off by"),
+        (where(lambda **_: torch.is_inference_mode_enabled()), "in inference mode: out is off by"),
+    ],
+    ids=["one buffer", "one scratch", "inference mode"],
+)
+def test_further_calls(run: Callable[..., Result], named: str) -> None:
+    assert named in failing(Other(run), [replace(PROBLEMS[0], needs_grad=False)])
 
 
 def test_more_memory_than_declared() -> None:

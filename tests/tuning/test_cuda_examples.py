@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +62,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, str, int | 
 def test_examples_of_trials_are_drawn_on_the_device(drawn: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((1.0, 6.0))
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    found, seconds = example.make_timed(ON_CUDA)
+    found, seconds = exhausted(example.made_timed(ON_CUDA, time.perf_counter))
     assert drawn == [(torch.Size(SHAPE), "cuda:0", 0)] * 4
     assert seconds == 5.0
     assert found.q.dtype == torch.bfloat16
@@ -70,7 +71,7 @@ def test_examples_of_trials_are_drawn_on_the_device(drawn: list[object], monkeyp
 
 def test_a_cpu_draws_what_it_always_drew() -> None:
     """Within the budget: other machines, and the ranks of a group, draw the same."""
-    found, seconds = example.make_timed(ON_CPU)
+    found, seconds = exhausted(example.made_timed(ON_CPU, time.perf_counter))
     assert seconds == 0.0
     generator = torch.Generator().manual_seed(0)
     for tensor in (found.q, found.k, found.v, found.grad):
@@ -111,13 +112,13 @@ class Compiling(Planted):
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The limits in seconds of guarded calls."""
     found: list[float] = []
-    run = guard.run_guarded
+    run = guard.run_at_once
 
-    def guarded(call: Any, limit_s: float) -> Any:
+    def guarded(calls: Any, limit_s: float) -> Any:
         found.append(limit_s)
-        return run(call, limit_s)
+        return run(calls, limit_s)
 
-    monkeypatch.setattr(guard, "run_guarded", guarded)
+    monkeypatch.setattr(guard, "run_at_once", guarded)
     monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "30")
     return found
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import pytest
 
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.guard import TimedOut, end_idle_threads, run_guarded
+from attn_dispatch.tuning.guard import TimedOut, end_idle_threads, run_at_once, run_guarded
 from tests.support.guarded import PATIENT_S, run
 
 pytestmark = pytest.mark.usefixtures("no_threads_are_left")
@@ -244,7 +244,7 @@ def test_a_call_that_times_out_before_it_begins() -> None:
     worker = guard._Worker()
     worker.stopping = True  # as `stop` leaves it
     job = guard._Job(lambda: called.append(1))
-    worker.submit(job)
+    worker.jobs.put(job)
     worker.stop()
     assert job.done.wait(PATIENT_S)
     worker.thread.join(PATIENT_S)
@@ -368,3 +368,17 @@ def test_profiled_code_continues_after_a_time_out() -> None:
     """A request to check for an exception that no thread takes makes a traced interpreter check for ever."""
     done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_calls_at_once() -> None:
+    meeting = threading.Barrier(2)
+    assert sorted(run_at_once([lambda: meeting.wait(PATIENT_S)] * 2, PATIENT_S)) == [0, 1]
+    threads = run_at_once([threading.current_thread] * 2, PATIENT_S)
+    assert len({*threads, threading.current_thread()}) == 3
+    with pytest.raises(KeyError):
+        run_at_once([lambda: 1, lambda: fail(KeyError("no"))], PATIENT_S)
+    release = threading.Event()
+    with pytest.raises(TimedOut):
+        run_at_once([lambda: True, release.wait], 0.05)
+    release.set()
+    assert run_at_once([lambda: 1, lambda: 2], PATIENT_S) == [1, 2]

@@ -23,6 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 RLIMITS = """
 import os, resource, threading, torch, warnings
+from functools import partial
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # from Python 3.12
 from attn_dispatch import attend
 from attn_dispatch.tuning import guard
@@ -31,15 +32,15 @@ def limits():
     return [resource.getrlimit(getattr(resource, each)) for each in dir(resource) if each.startswith("RLIMIT_")]
 
 before, seen = limits(), []
-run = guard.run_guarded
+run = guard.run_at_once
 
-def watched(call, limit_s):
-    def inside():
+def watched(calls, limit_s):
+    def inside(call):
         seen.append(limits() == before)
         return call()
-    return run(inside, limit_s)
+    return run([partial(inside, call) for call in calls], limit_s)
 
-guard.run_guarded = watched
+guard.run_at_once = watched
 x = torch.ones(1, 16, 1, 8)
 attend(x, x, x)
 with guard.capped(torch.device("cpu")):

@@ -67,12 +67,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch.cuda, "default_stream", found.stream)
     monkeypatch.setattr(memory, "release", found.release)
 
-    def run_guarded(call: Callable[[], Any], limit_s: float | None) -> Any:
+    def run_at_once(calls: list[Callable[[], Any]], limit_s: float | None) -> list[Any]:
         if found.hangs:
             raise guard.TimedOut(limit_s or 0.0)
-        return call()
+        return [call() for call in calls]
 
-    monkeypatch.setattr(guard, "run_guarded", run_guarded)
+    monkeypatch.setattr(guard, "run_at_once", run_at_once)
     yield found
     forget()
 

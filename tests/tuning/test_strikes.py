@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def raising(error: BaseException) -> Planted:
-    def fault(*given: object) -> Any:
+    def fault(*_: object, **__: object) -> Any:
         raise error
 
     return Planted(fault)
@@ -76,7 +76,7 @@ def test_failures_quarantine_nobody_and_are_tried_again(error: BaseException, cl
         assert not is_tried(backend)
         clock.now += MINUTE
         assert is_tried(backend)
-    backend.fault = right
+    backend.compute = right
     clock.now += 24 * HOUR
     assert is_tried(backend)
     found = explain(*qkv(32))
@@ -141,15 +141,12 @@ def test_a_failure_clears_none(clock: Clock) -> None:
 
 
 def test_a_second_hang_excludes_for_a_day(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(call: object, limit_s: float) -> None:
-        raise guard.TimedOut(limit_s)
-
     register(Planted(name="b"))
     backend = Planted()
     register(backend)
     for hold in (FIRST_HOLD, 24 * HOUR):
         with monkeypatch.context() as patch:
-            patch.setattr(guard, "run_guarded", lambda call, limit_s: backend_hangs(call, limit_s, backend))
+            patch.setattr(guard, "run_at_once", lambda calls, limit_s: backend_hangs(calls, limit_s, backend))
             forget()
             attend(*qkv(32))
         (entry,) = quarantined().entries()
@@ -158,13 +155,13 @@ def test_a_second_hang_excludes_for_a_day(clock: Clock, monkeypatch: pytest.Monk
         assert quarantined().entries() == []
 
 
-def backend_hangs(call: Any, limit_s: float, backend: Planted) -> Any:
-    """Run a call; where it ran the backend, as if it did not return."""
+def backend_hangs(calls: list[Callable[[], Any]], limit_s: float, backend: Planted) -> list[Any]:
+    """Run calls; where they ran the backend, as if they did not return."""
     before = backend.calls
-    result = call()
+    results = [call() for call in calls]
     if backend.calls > before:
         raise guard.TimedOut(limit_s)
-    return result
+    return results
 
 
 def test_a_call_has_its_own_time_in_the_marker(monkeypatch: pytest.MonkeyPatch) -> None:
