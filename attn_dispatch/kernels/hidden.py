@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.formula import multiplicity_of
@@ -106,7 +105,8 @@ def padding_mask(length: int, seq_lens: Tensor) -> Tensor:
 
 def _known_finite(x: Tensor) -> bool:
     """Whether all entries are finite, as far as that can be asked without a synchronization or in a graph."""
-    return x.device.type == "cpu" and not tracing.graphed(x) and bool(x.detach().sum(dtype=torch.float64).isfinite())
+    asked = x.device.type == "cpu" and not tracing.graphed(x) and not tracing.is_transformed()
+    return asked and bool(x.detach().sum(dtype=torch.float64).isfinite())
 
 
 def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -166,9 +166,13 @@ def may_hide(problem: Problem) -> bool:
 @lru_cache(maxsize=CACHED)
 def _unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device) -> Tensor | None:
     # Later calls share the mask, whatever the modes and the default device of the first one.
-    with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
-        found = _find_unseen(pattern, q_len, k_len, heads, group, device)
-        return found if found is not None and found.any() else None
+    found, hides = tracing.make_plain(_found_and_any, pattern, q_len, k_len, heads, group, device)
+    return found if hides else None
+
+
+def _found_and_any(*given: Any) -> tuple[Tensor | None, bool]:
+    found = _find_unseen(*given)
+    return found, found is not None and bool(found.any())
 
 
 def _find_unseen(
