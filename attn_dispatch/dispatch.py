@@ -22,10 +22,12 @@ from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.trial_limits import cannot_measure
-from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.autograd import NO_TANGENTS
 from attn_dispatch.spec import orders, tracing
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import Problem, dropout
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values, check_sink
 from attn_dispatch.spec.torch_settings import current_flash, deterministic_or_warning, matmul_precision, only_warning
@@ -56,7 +58,8 @@ class Route(ResolvedCall):
 
 
 _grad_enabled, _threads = torch.is_grad_enabled, torch.get_num_threads  # looked up once
-# 0 in every stored signature: routes found without dispatch modes are not used under one.
+# 0 in every stored signature: routes found without dispatch modes are not used under one. Nor are they where there may
+# be tangents.
 _mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _routes: dict[Any, Route] = {}
 process_state.register(process_state.ROUTES, _routes.clear)
@@ -174,7 +177,7 @@ def attend(
             (softcap is None and bias is None and alibi_slopes is None)
             or (softcap, _facts(bias), _facts(alibi_slopes)),
             _grad_enabled(), deterministic_or_warning() and not only_warning(), _threads(), _mode_count(),
-            current_flash(),
+            current_flash(), tracing.forward_ad._current_level,
             functional.scaled_dot_product_attention,  # another function inside torch's context_parallel
         )  # fmt: skip
         route = _routes.get(signature)
@@ -185,6 +188,7 @@ def attend(
     except (TypeError, AttributeError, RuntimeError):
         route = signature = None  # decided outside the handler, so that exceptions are not chained to this one
     if route is None:
+        tracing.refuse_jit()
         arguments = {
             "segment_lengths": _hashable(segment_lengths), "dilation_rates": _hashable(dilation_rates),
             "is_causal": is_causal, "seq_lens": seq_lens, "key_mask": key_mask, "dropout_p": dropout_p,
@@ -197,6 +201,7 @@ def attend(
         if operators.applies(q, k, v, {**arguments, "backend": backend}):
             return operators.call(q, k, v, pattern, backend=backend, order=order, **arguments)
         tracing.check_sizes(q=q, k=k, v=v)
+        backend = _in_transforms(q, k, v, backend, arguments)
         if any(map(tracing.is_dtensor, (q, k, v))):
             return _over_mesh(None, q, k, v, pattern=pattern, backend=backend, order=order, **arguments)
         if (mesh := tracing.context_parallel()) is not None:
@@ -328,10 +333,28 @@ def _new_route(
         )
         # Another thread may have replaced the decision meanwhile, or begun to observe.
         is_current = forgotten == process_state.forgotten
-        if is_current and signature is not None and not (traced or _mode_count() or cannot_measure(problem.device)):
+        odd = traced or _mode_count() or tracing.forward_ad._current_level >= 0 or cannot_measure(problem.device)
+        if is_current and signature is not None and not odd:
             _routes[signature] = route
             decide.drop_oldest(_routes, MAX_ROUTES)
     return route
+
+
+def _in_transforms(q: Tensor, k: Tensor, v: Tensor, backend: str | None, arguments: dict[str, Any]) -> str | None:
+    """The backend to force: the plain formula for tangents, and for dropout where transforms or modes see the call.
+
+    Raises:
+        NoBackend: dropout inside torch.vmap. BackendFailed: the forced backend has no forward-mode derivatives.
+    """
+    dropped = bool(dropout(arguments["dropout_p"])) and tracing.is_traced(q, k, v) and not tracing.graphed(q, k, v)
+    if dropped and tracing.is_mapped():
+        what = "inside torch.vmap, which jacfwd and hessian use"
+        raise NoBackend(f"dropout_p cannot be given {what}: let the examples be rows of one batch")
+    if not tracing.has_tangents(q, k, v, arguments["bias"], arguments["alibi_slopes"]):
+        return registry.LAST_RESORT if dropped and backend is None else backend
+    if backend in registry.names() and not hasattr(registry.load(backend), "traceable"):
+        raise BackendFailed(NO_TANGENTS.format(backend))
+    return registry.LAST_RESORT if backend is None else backend
 
 
 def _drop_routes(problem: Problem) -> None:
@@ -377,7 +400,8 @@ def _resized(
 ) -> Any:
     """attend with values of another width than keys, or with an empty result."""
     if 0 in (q.numel(), k.numel()):
-        found = widths.empty_result(q, k, v, pattern, arguments["layout"], arguments)
+        unmeasured.check_names(backend, order)
+        found = widths.empty_result(q, k, v, pattern, arguments)
         return found if arguments["return_lse"] else found[0]
     result = attend(*widths.padded(q, k, v, arguments), pattern, backend=backend, order=order, **arguments)
     width = v.shape[-1]
@@ -388,6 +412,8 @@ def _hashable(value: Any) -> Any:
     """Convert lists, arrays and iterators to tuples, which have a hash and can be iterated again."""
     if value is None or isinstance(value, tuple | str | bytes | int):
         return value
+    if isinstance(value, Tensor):
+        value = tracing.read_on_host("segment_lengths and dilation_rates", value)
     plain = value.tolist() if hasattr(value, "tolist") else value
     try:
         return tuple(plain)

@@ -21,6 +21,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import SHORTHANDS, Problem, choose_pattern
@@ -70,6 +71,7 @@ def composed(
     **arguments: Any,
 ) -> Any:
     """attend with what no backend sees: a document is a call of its own, a sink is added to out and lse."""
+    tracing.refuse_jit()
     if any(map(tracing.is_dtensor, (q, k, v))):
         from attn_dispatch.ring import dtensors  # loads torch.distributed
 
@@ -86,9 +88,8 @@ def composed(
         check_sink(sink, q, layout)
     q, k, v = widths.aligned(q, k, v, layout, arguments)
     key_lens = arguments.pop("key_lens")
-    if not q.numel():  # attend gives the empty result
-        documents = cu_seqlens = key_lens = None
     return_lse = arguments["return_lse"]
+    boolean("return_lse", return_lse)
     arguments["return_lse"] = return_lse or sink is not None
     if documents is None and cu_seqlens is None and key_lens is None:
         found = attend(q, k, v, layout=layout, **arguments)
@@ -128,14 +129,17 @@ def _by_documents(
         from attn_dispatch.ring import packed_rows  # loads torch.distributed
 
         return packed_rows.attend_packed(attend, _lengths_of, q, k, v, layout, documents, cu_seqlens, arguments)
+    tracing.check_sizes(q=q, k=k, v=v)
     tensors = {name: arguments.pop(name) for name in TENSORS}
     pattern = choose_pattern(arguments["pattern"], *(arguments[name] for name in SHORTHANDS))
     common = isinstance(pattern, Dense | Window | Dilated)  # a pattern of rows of any length
     forced = arguments.pop("backend"), arguments.pop("order")
     given = {name: value for name, value in arguments.items() if name != "mesh"}
-    problem = Problem.of(q, k, v, layout=layout, **tensors, **(given if common else {}))
+    problem = Problem.of(q, k, v, layout=layout, may_be_empty=True, **tensors, **(given if common else {}))
     rows = _rows(documents, cu_seqlens, problem.batch, problem.q_len, problem.k_len)
-    if tracing.is_traced(q, k, v):
+    if not q.numel():
+        return attend(q, k, v, layout=layout, backend=forced[0], order=forced[1], **tensors, **arguments)
+    if tracing.is_traced(q, k, v) or tracing.has_tangents(q, k, v, *tensors.values()):
         parts, names = packed(q, k, v, rows, layout, tensors), {"backend": forced[0], "order": forced[1]}
         return parts.joined([attend(*part, **arguments, **own, **names) for part, own in parts.calls])
     unmeasured.check_names(*forced)
@@ -246,13 +250,15 @@ def rows_of_lengths(
         if arguments.get(name) is not None:
             raise InvalidInput(f"key_lens cannot be given with {name}")
     widths.check_whole(q, k, v, layout, arguments)
-    tokens, lengths = (1 if layout == "bnhd" else 2), _integers("key_lens", key_lens)
+    tokens, lengths = layout.index("n"), _integers("key_lens", key_lens)
     batch, k_len = k.shape[0], k.shape[tokens]
     if list(lengths.shape) != [batch]:
         raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
     if not all(0 <= length <= k_len for length in lengths.tolist()):
         raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths.tolist())}")
-    key_mask, bias, slopes = (arguments[name] for name in ("key_mask", "bias", "alibi_slopes"))
+    if not batch:
+        return [((q, k, v), {})]
+    key_mask, bias, slopes = (arguments[name] for name in TENSORS)
     calls, first = [], 0
     for length, same in groupby(lengths.tolist()):
         rows = slice(first, first + len(list(same)))
@@ -382,7 +388,7 @@ def _integers(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         kind: Any = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InvalidInput(f"{name} must be an int32 or int64 tensor, got {kind}")
-    return value.cpu()
+    return tracing.read_on_host(name, value)
 
 
 def _shortened(values: list[int]) -> str:

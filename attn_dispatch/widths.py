@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.spec import tracing
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.problem import SHORTHANDS, Problem, choose_pattern
 
+_least: Callable[..., Any] = torch.sym_min
 ALIGNMENTS = ("lower_right", "upper_left")
 
 
@@ -43,10 +47,17 @@ def padded(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[
 
 def check_whole(q: Tensor, k: Tensor, v: Tensor, layout: str, arguments: dict[str, Any]) -> None:
     """Check tensors that are about to be cut. Raises InvalidInput."""
-    same = all(isinstance(x, Tensor) and x.ndim == 4 for x in (k, v)) and k.shape[:-1] == v.shape[:-1]
-    if not all(isinstance(x, Tensor) and not x.numel() for x in (q, k, v)):  # what is empty is checked later
-        given: dict[str, Any] = {name: arguments.get(name) for name in ("key_mask", "bias", "alibi_slopes")}
-        Problem.of(q, k, k if same else v, layout=layout, **given)
+    given: dict[str, Any] = {name: arguments.get(name) for name in ("key_mask", "bias", "alibi_slopes")}
+    if not tracing.graphed(q, k, v):
+        Problem.of(q, k, _as_wide(v, k), layout=layout, may_be_empty=True, **given)
+        return
+    operators.check(q, k, v, layout)  # the operator checks the rest when it runs
+    k_len = k.shape[layout.index("n")]
+    for name, axis in (("v", layout.index("n")), ("key_mask", -1), ("bias", -1)):
+        x: Any = v if name == "v" else given[name]
+        if x is not None and not (isinstance(x, Tensor) and x.ndim and x.shape[axis] == k_len):
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(f"{name} must be a tensor with the {k_len} keys of k, got {got}")
 
 
 def aligned(q: Tensor, k: Tensor, v: Tensor, layout: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,57 +71,47 @@ def aligned(q: Tensor, k: Tensor, v: Tensor, layout: str, arguments: dict[str, A
         return q, k, v
     if alignment not in ALIGNMENTS:
         raise InvalidInput(f"alignment must be one of {ALIGNMENTS}, got {alignment!r}")
-    kinds = {name: arguments.pop(name, default) for name, default in SHORTHANDS.items()}
+    kinds = {name: arguments.get(name, default) for name, default in SHORTHANDS.items()}
     pattern = choose_pattern(arguments["pattern"], **kinds)
-    others = [name for name in ("mesh", "key_lens", "documents", "cu_seqlens") if arguments.get(name) is not None]
+    arguments.update(SHORTHANDS, pattern=pattern)
+    others = [name for name in ("mesh", "key_lens") if arguments.get(name) is not None]
     if pattern != Dense(is_causal=True) or others:
         what = f"with {others[0]}" if others else f"for {pattern}"
         raise InvalidInput(f"alignment='upper_left' is for causal Dense attention of whole tensors, not {what}")
-    if not torch.compiler.is_dynamo_compiling():
-        check_whole(q, k, v, layout, arguments)
-    tokens = 1 if layout == "bnhd" else 2
+    check_whole(q, k, v, layout, arguments)
+    tokens = layout.index("n")
     q_len, k_len = q.shape[tokens], k.shape[tokens]
-    arguments["pattern"] = pattern
-    if q_len > k_len:  # later queries see all keys
-        if arguments.get("alibi_slopes") is not None:
-            raise InvalidInput(f"alibi_slopes with alignment='upper_left' need q_len <= k_len, got {q_len} and {k_len}")
-        arguments["pattern"] = Window(None, q_len - k_len)
-        return q, k, v
+    if arguments.get("alibi_slopes") is not None and q_len > k_len:
+        raise InvalidInput(f"alibi_slopes with alignment='upper_left' need q_len <= k_len, got {q_len} and {k_len}")
+    seen = _least(q_len, k_len)  # without a comparison, which a graph would hold
+    arguments["pattern"] = Window(None, q_len - seen)  # queries after the last key see all
     for name in ("key_mask", "bias"):
         if arguments.get(name) is not None:
-            arguments[name] = arguments[name][..., :q_len]
-    return q, k.narrow(tokens, 0, q_len), v.narrow(tokens, 0, q_len)
+            arguments[name] = arguments[name].narrow(-1, 0, seen)
+    return q, k.narrow(tokens, 0, seen), v.narrow(tokens, 0, seen)
 
 
 def empty_result(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, layout: str, arguments: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, arguments: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """out and lse without queries, or without keys: zeros and -inf, with gradients of zero.
 
     Raises:
         InvalidInput: an argument is wrong.
     """
-    tokens = 1 if layout == "bnhd" else 2
-    if q.shape[0] != k.shape[0] or k.shape[:-1] != v.shape[:-1]:
-        shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise InvalidInput(
-            f"q, k and v must have one batch size, and k and v equal shapes but for head_dim, got {shapes}"
-        )
-    kinds = {name: arguments[name] for name in ("segment_lengths", "dilation_rates", "is_causal")}
-    choose_pattern(pattern, **kinds).check(q.shape[tokens], k.shape[tokens])
-    stand_ins = _stand_in(q, tokens), _stand_in(k, tokens), _stand_in(k, tokens)
-    checked = Problem.of(*stand_ins, layout=layout, device=q.device)
-    heads_first = q.shape if layout == "bhnd" else q.transpose(1, 2).shape
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    lse = torch.full(heads_first[:-1], -math.inf, dtype=sum_dtype(checked.dtype), device=q.device)
+    problem = Problem.of(q, k, _as_wide(v, k), pattern, may_be_empty=True, **arguments)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=problem.dtype)
+    shape = (problem.batch, problem.heads, problem.q_len)
+    lse = torch.full(shape, -math.inf, dtype=sum_dtype(problem.dtype), device=q.device)
     given = [x for x in (q, k, v, arguments["bias"]) if x is not None and x.requires_grad]
     if torch.is_grad_enabled() and given:
         zero = sum(x[..., :0].sum() for x in given)  # of no entry, so that NaN does not matter
         out, lse = out + zero, lse + zero
-    return out.to(q.dtype), lse
+    return out, lse
 
 
-def _stand_in(x: Tensor, tokens: int) -> Tensor:
-    """A tensor of one token and one batch row where x has none, so that everything else can be checked."""
-    shape = [max(1, size) if axis in (0, tokens) else size for axis, size in enumerate(x.shape)]
-    return torch.empty(shape, dtype=x.dtype, device="meta")
+def _as_wide(v: Any, k: Any) -> Any:
+    """A tensor like v with k's shape where they differ in width alone, so that everything else can be checked."""
+    if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (k, v)) or k.shape[:-1] != v.shape[:-1]:
+        return v
+    return v.new_empty(()).expand(k.shape)

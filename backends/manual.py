@@ -18,6 +18,7 @@ from attn_dispatch.kernels.formula import ScoreTerms, formula, multiplicity_of, 
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.spec import tracing
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
@@ -70,6 +71,8 @@ def traceable(problem: Problem) -> bool:
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     seed = int(torch.randint(2**62, ())) if problem.dropout_p else 0
     pieces = _Pieces(problem, {name: tensors[name] for name in TENSORS if name in tensors}, seed, *_piece(problem))
+    if tracing.is_transformed() or tracing.forward_ad._current_level >= 0:
+        return _in_one_piece(q, k, v, pieces)
     if problem.needs_grad:
         out, lse = _Manual.apply(q, k, v, tensors.get("bias"), pieces)  # type: ignore[no-untyped-call]
         return out, lse
@@ -118,6 +121,11 @@ class _Pieces:
         kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=device) >= p
         return kept.to(sum_dtype(self.problem.dtype)) / (1 - p)
 
+    def formula(self, q: Tensor, k: Tensor, v: Tensor, heads: slice, rows: slice) -> tuple[Tensor, Tensor]:
+        """out and lse of these heads and queries, of their own q, k and v in the wide dtype."""
+        counts, keep = self.counts(heads, rows, q.device), self.keep(heads, rows, q.device)
+        return formula(q, k, v, counts, self.problem.scale, keep, self.terms(heads, rows, q.device))
+
     def kv_index(self, heads: slice, device: torch.device) -> Tensor:
         """The key head of each query head."""
         return torch.arange(heads.start, heads.stop, device=device) // (self.problem.heads // self.problem.kv_heads)
@@ -156,12 +164,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, pieces: _Pieces) -> tuple[Tensor, 
         index = pieces.kv_index(heads, q.device)
         k_wide, v_wide = k[:, :, index].to(wide), v[:, :, index].to(wide)
         for rows in pieces.row_slices():
-            counts, keep = pieces.counts(heads, rows, q.device), pieces.keep(heads, rows, q.device)
-            terms = pieces.terms(heads, rows, q.device)
-            piece, lse_piece = formula(q[:, rows, heads].to(wide), k_wide, v_wide, counts, problem.scale, keep, terms)
+            piece, lse_piece = pieces.formula(q[:, rows, heads].to(wide), k_wide, v_wide, heads, rows)
             out[:, rows, heads] = piece.to(q.dtype)
             lse[:, heads, rows] = lse_piece
     return out, lse
+
+
+def _in_one_piece(q: Tensor, k: Tensor, v: Tensor, pieces: _Pieces) -> tuple[Tensor, Tensor]:
+    """The same by operators that write into no other tensor: autograd has all derivatives, vmap a rule for each."""
+    problem, wide, hidden = pieces.problem, sum_dtype(q.dtype), pieces.hidden
+    heads, rows = slice(0, problem.heads), slice(0, problem.q_len)
+    index = pieces.kv_index(heads, q.device)
+    q, k, v = (x.to(wide) for x in hidden.zeroed(q, k, v))
+    out, lse = pieces.formula(q, k[:, :, index], v[:, :, index], heads, rows)
+    masked = hidden.of_queries(out)  # so that gradients of padding, which may be NaN, reach nothing
+    assert masked is not None
+    return masked.to(problem.dtype), lse
 
 
 def _backward(

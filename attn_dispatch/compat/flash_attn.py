@@ -6,17 +6,18 @@ Source of the interface: Dao-AILab/flash-attention, flash_attn_interface.py of 2
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_dispatch.compat.sequences import sequences
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec import torch_settings, tracing
+from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
+from attn_dispatch.spec.problem import dropout
 
 
 def flash_attn_func(
@@ -45,12 +46,8 @@ def flash_attn_func(
     Raises:
         InvalidInput: an argument is wrong, or asks for what attend() has not.
     """
-    _check_probabilities(return_attn_probs, dropout_p)
-    with _deterministic(deterministic):
-        found = attend(
-            q, k, v, _pattern(causal, window_size), dropout_p=dropout_p, scale=softmax_scale, softcap=softcap or None,
-            alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
-        )  # fmt: skip
+    given = _given(causal, deterministic, return_attn_probs, dropout_p, softmax_scale, softcap)
+    found = _attend(deterministic, q, k, v, _pattern(causal, window_size), alibi_slopes=alibi_slopes, **given)
     return (*found, None) if return_attn_probs else found
 
 
@@ -86,7 +83,7 @@ def flash_attn_varlen_func(
     Raises:
         InvalidInput: an argument is wrong, or asks for what attend() has not.
     """
-    _check_probabilities(return_attn_probs, dropout_p)
+    given = _given(causal, deterministic, return_attn_probs, dropout_p, softmax_scale, softcap)
     if block_table is not None:
         raise InvalidInput("block_table must be None: keys in pages are not supported")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -94,34 +91,25 @@ def flash_attn_varlen_func(
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InvalidInput(f"{name} must be a tensor [tokens, heads, head_dim], got {got}")
     pattern = _pattern(causal, window_size)
-    common: dict[str, Any] = {"dropout_p": dropout_p, "scale": softmax_scale, "softcap": softcap or None}
-    common["return_lse"] = return_attn_probs
-    parts: list[tuple[Tensor, Any]] = []
-    by_sequence = alibi_slopes is not None and alibi_slopes.ndim == 2
+    by_sequence = isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2
     _check_starts("cu_seqlens_q", cu_seqlens_q)
     _check_starts("cu_seqlens_k", cu_seqlens_k)
     if alibi_slopes is not None and by_sequence and len(alibi_slopes) != len(cu_seqlens_q) - 1:
-        shape, sequences = list(alibi_slopes.shape), len(cu_seqlens_q) - 1
-        raise InvalidInput(f"alibi_slopes must be [heads] or [sequences, heads], got {shape} for {sequences} sequences")
-    with _deterministic(deterministic):
-        if torch.equal(cu_seqlens_q, cu_seqlens_k) and not by_sequence:
-            found = attend(
-                q[None], k[None], v[None], pattern, cu_seqlens=cu_seqlens_q, alibi_slopes=alibi_slopes, **common
-            )
-            parts.append(found if return_attn_probs else (found, None))
-        else:
-            starts = _starts("cu_seqlens_q", cu_seqlens_q, q), _starts("cu_seqlens_k", cu_seqlens_k, k)
-            if len(starts[0]) != len(starts[1]):
-                sizes = [len(each) for each in starts]
-                raise InvalidInput(
-                    f"cu_seqlens_q and cu_seqlens_k must have equal lengths, got {sizes[0]} and {sizes[1]}"
-                )
-            for row, ((a, b), (c, d)) in enumerate(zip(*map(pairwise, starts))):
-                slopes = alibi_slopes[row] if alibi_slopes is not None and by_sequence else alibi_slopes
-                found = attend(q[None, a:b], k[None, c:d], v[None, c:d], pattern, alibi_slopes=slopes, **common)
-                parts.append(found if return_attn_probs else (found, None))
-    out = torch.cat([out[0] for out, _ in parts])
-    return (out, torch.cat([lse[0] for _, lse in parts], 1), None) if return_attn_probs else out
+        shape, rows = list(alibi_slopes.shape), len(cu_seqlens_q) - 1
+        raise InvalidInput(f"alibi_slopes must be [heads] or [sequences, heads], got {shape} for {rows} sequences")
+    if (cu_seqlens_q is cu_seqlens_k or _equal(cu_seqlens_q, cu_seqlens_k)) and not by_sequence:
+        given |= {"cu_seqlens": cu_seqlens_q, "alibi_slopes": alibi_slopes}
+        parts = [_attend(deterministic, q[None], k[None], v[None], pattern, **given)]
+    else:
+        named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        starts = {name: tracing.read_on_host(name, x).tolist() for name, x in named.items()}
+        parts = []
+        for row, three in enumerate(sequences(q[None], k[None], v[None], starts)):
+            slopes = alibi_slopes[row] if alibi_slopes is not None and by_sequence else alibi_slopes
+            parts.append(_attend(deterministic, *three, pattern, alibi_slopes=slopes, **given))
+    if not return_attn_probs:
+        return torch.cat([out[0] for out in parts])
+    return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1), None
 
 
 def _pattern(causal: bool, window_size: tuple[int, int]) -> Pattern:
@@ -137,9 +125,16 @@ def _pattern(causal: bool, window_size: tuple[int, int]) -> Pattern:
     return Window(None if left < 0 else left, None if right < 0 else right)
 
 
-def _check_probabilities(wanted: bool, dropout_p: float) -> None:
-    if wanted and dropout_p:
+def _given(
+    causal: bool, deterministic: bool, return_attn_probs: bool, dropout_p: float, scale: Any, softcap: Any
+) -> dict[str, Any]:
+    """attend()'s arguments. Raises InvalidInput."""
+    for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_attn_probs", return_attn_probs)):
+        boolean(name, flag)
+    if return_attn_probs and dropout(dropout_p):
         raise InvalidInput("return_attn_probs gives no dropout pattern: it needs dropout_p = 0")
+    softcap = None if isinstance(softcap, (int, float)) and softcap == 0 else softcap
+    return {"dropout_p": dropout_p, "scale": scale, "softcap": softcap, "return_lse": return_attn_probs}
 
 
 def _check_starts(name: str, given: object) -> None:
@@ -147,24 +142,21 @@ def _check_starts(name: str, given: object) -> None:
         raise InvalidInput(f"{name} must be an int32 or int64 tensor [sequences + 1], got {given!r}")
 
 
-def _starts(name: str, given: Tensor, x: Tensor) -> list[int]:
-    found: list[int] = given.tolist()
-    if len(found) < 2 or (found[0], found[-1]) != (0, len(x)) or found != sorted(found):
-        raise InvalidInput(f"{name} must rise from 0 to {len(x)}, got {found[:8]}")
-    return found
+def _equal(one: Tensor, other: Tensor) -> bool:
+    names = "cu_seqlens_q and cu_seqlens_k, unless they are one tensor,"
+    return torch.equal(tracing.read_on_host(names, one), tracing.read_on_host(names, other))
 
 
-@contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    if not wanted or (before and not warn_only):
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+def _attend(deterministic: bool, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **arguments: Any) -> Any:
+    """attend(), in torch's deterministic mode if asked: a graph cannot hold that, so it is called between graphs."""
+    if not deterministic:
+        return attend(q, k, v, pattern, **arguments)
+    run: Any = _attend_so
+    if torch.compiler.is_dynamo_compiling():
+        run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return run(q, k, v, pattern, **arguments)
+
+
+def _attend_so(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **arguments: Any) -> Any:
+    with torch_settings.settings(True):
+        return attend(q, k, v, pattern, **arguments)

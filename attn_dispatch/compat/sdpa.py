@@ -19,6 +19,7 @@ from attn_dispatch import process_state
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.checks import boolean
 
 
 def scaled_dot_product_attention(
@@ -50,13 +51,12 @@ def scaled_dot_product_attention(
         if not isinstance(x, Tensor) or x.ndim < 2:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InvalidInput(f"{name} must be a tensor [..., heads, len, head_dim], got {got}")
+    boolean("is_causal", is_causal)
+    boolean("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
         raise InvalidInput("give attn_mask or is_causal, not both")
-    if not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3]:
-        raise InvalidInput(f"enable_gqa must be True where heads differ, got {query.shape[-3]} and {key.shape[-3]}")
-    shape = query.shape
-    batch: torch.Size = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))  # type: ignore[no-untyped-call]
-    q, k, v = (_four_axes(x, batch) for x in (query, key, value))
+    batch, heads = _leading(query, key, value, enable_gqa)
+    q, k, v = (_four_axes(x, batch, n) for x, n in zip((query, key, value), heads))
     more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "layout": "bhnd"}
     lengths, ends_meet = (q.shape[2], k.shape[2]), False
     if isinstance(attn_mask, CausalBias):
@@ -69,13 +69,37 @@ def scaled_dot_product_attention(
     if is_causal and lengths[0] != lengths[1] and not ends_meet:
         more["alignment"] = "upper_left"
     out = attend(q, k, v, is_causal=is_causal, **more)
-    return out.reshape(*batch, *shape[-3:-1], value.shape[-1]) if query.ndim != 4 else out
+    axes = max(x.ndim for x in (query, key, value))
+    return out if axes == 4 else out.reshape(*batch, *out.shape[1 if axes > 2 else 2 :])
 
 
-def _four_axes(x: Tensor, batch: torch.Size) -> Tensor:
+def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[torch.Size, tuple[int, int, int]]:
+    """The axes before the heads, broadcast; and the heads that q, k and v have then. One head of keys serves all."""
+    tensors = query, key, value
+    own, *others = [x.shape[-3:-2] if x.ndim > 2 else torch.Size([1]) for x in tensors]
+    try:
+        batch, (kv,) = _broadcast(*(x.shape[:-3] for x in tensors)), _broadcast(*others)
+    except RuntimeError:
+        shapes = ", ".join(str(list(x.shape)) for x in tensors)
+        raise InvalidInput(f"query, key and value must have axes that can be broadcast, got {shapes}") from None
+    heads = kv if own[0] == 1 and not enable_gqa else own[0]
+    if not enable_gqa and heads != kv and kv != 1:
+        raise InvalidInput(f"enable_gqa must be True where heads differ, got {heads} and {kv}")
+    return batch, (heads, kv, kv)
+
+
+def _broadcast(*shapes: torch.Size) -> torch.Size:
+    if all(each == shapes[0] for each in shapes):  # torch's function takes as long as a small attention
+        return shapes[0]
+    return torch.broadcast_shapes(*shapes)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _four_axes(x: Tensor, batch: torch.Size, heads: int) -> Tensor:
     """x as [batch, heads, len, head_dim]."""
-    whole = x if x.ndim > 2 else x.unsqueeze(0)
-    return whole.expand(*batch, *whole.shape[-3:]).reshape(math.prod(batch), *whole.shape[-3:])
+    if x.ndim == 4 and x.shape[:2] == (*batch, heads):
+        return x
+    whole = x.expand(*batch, heads, *x.shape[-2:])
+    return whole.reshape(math.prod(batch), *whole.shape[-3:])
 
 
 def mask_arguments(mask: object, batch: torch.Size, q: Tensor, k: Tensor) -> dict[str, Tensor]:

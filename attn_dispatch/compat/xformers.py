@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch.compat.sequences import sequences
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Window
@@ -51,7 +52,7 @@ def memory_efficient_attention(
     if output_dtype not in (None, query.dtype):
         raise InvalidInput(f"output_dtype must be None or {query.dtype}, got {output_dtype}")
     shape = query.shape
-    q, k, v = (_four_axes(x) for x in (query, key, value))
+    q, k, v = _four_axes(query, key, value)
     more: dict[str, Any] = {"dropout_p": p, "scale": scale}
     mask: Any = attn_bias
     kind = "" if attn_bias is None or isinstance(attn_bias, Tensor) else type(attn_bias).__name__
@@ -60,10 +61,7 @@ def memory_efficient_attention(
         bias = bias.flatten(1, 2) if attn_bias.ndim == query.ndim == 5 else bias
         out = attend(q, k, v, bias=bias, **more)
     elif kind in ("", "LowerTriangularMask"):
-        causal, aligned = bool(kind), q.shape[1] == k.shape[1]
-        out = attend(
-            q, k, v, is_causal=causal, alignment="lower_right" if aligned or not causal else "upper_left", **more
-        )
+        out = attend(q, k, v, is_causal=bool(kind), **_aligned(bool(kind), q, k), **more)
     elif kind == "LowerTriangularFromBottomRightMask":
         out = attend(q, k, v, is_causal=True, **more)
     elif kind == "LowerTriangularFromBottomRightLocalAttentionMask":
@@ -77,27 +75,32 @@ def memory_efficient_attention(
     return out.reshape(*shape[:-1], value.shape[-1])
 
 
-def _four_axes(x: Tensor) -> Tensor:
-    if x.ndim == 3:
-        return x.unsqueeze(2)
-    if x.ndim == 4:
-        return x
-    if x.stride(3) == 0:  # heads of a group share one
-        return x[:, :, :, 0]
-    return x.flatten(2, 3)
+def _four_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """All three as [batch, len, heads, head_dim]."""
+    if query.ndim < 5:
+        return tuple(x if x.ndim == 4 else x.unsqueeze(2) for x in (query, key, value))
+    if not query.shape[2] == key.shape[2] == value.shape[2]:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise InvalidInput(f"query, key and value must have the same number of groups of heads, got {shapes}")
+    if key.stride(3) == value.stride(3) == 0:  # heads of a group share one
+        return query.flatten(2, 3), key[:, :, :, 0], value[:, :, :, 0]
+    return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
 
 def _block_diagonal(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, more: dict[str, Any]) -> Tensor:
     """Sequences one after the other; the first query of each is aligned with its first key."""
-    starts = [list(each.seqstart_py) for each in (mask.q_seqinfo, mask.k_seqinfo)]
     if len(q) != 1:
         raise InvalidInput(f"{type(mask).__name__} needs a batch of one row, got {len(q)}")
-    if starts[0] == starts[1]:
-        found: Tensor = attend(q, k, v, Dense(causal), cu_seqlens=torch.tensor(starts[0]), **more)
+    names = "attn_bias.q_seqinfo", "attn_bias.k_seqinfo"
+    starts = {name: list(each.seqstart_py) for name, each in zip(names, (mask.q_seqinfo, mask.k_seqinfo))}
+    parts = sequences(q, k, v, starts)
+    if starts[names[0]] == starts[names[1]]:
+        found: Tensor = attend(q, k, v, Dense(causal), cu_seqlens=torch.tensor(starts[names[0]]), **more)
         return found
-    parts = []
-    for a, b, c, d in zip(starts[0], starts[0][1:], starts[1], starts[1][1:]):
-        one = q[:, a:b], k[:, c:d], v[:, c:d]
-        aligned = "upper_left" if causal and b - a != d - c else "lower_right"
-        parts.append(attend(*one, is_causal=causal, alignment=aligned, **more))
-    return torch.cat(parts, 1)
+    results = (attend(q, k, v, is_causal=causal, **_aligned(causal, q, k), **more) for q, k, v in parts)
+    return torch.cat(list(results), 1)
+
+
+def _aligned(causal: bool, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """The alignment of the first query with the first key; the usual one is quicker where it is the same."""
+    return {"alignment": "upper_left"} if causal and q.shape[1] != k.shape[1] else {}

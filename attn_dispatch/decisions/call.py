@@ -74,11 +74,8 @@ class ResolvedCall:
     def failure(self, error: Exception) -> BackendFailed:
         """The exception to raise for an error that the backend raised."""
         text = f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}"
-        if tracing.is_transformed():
-            text += (
-                "\nOf torch.func's transforms vmap, grad, vjp and jacrev of attend() work; for second derivatives use "
-                "torch.autograd.grad(create_graph=True) with backend='manual'"
-            )
+        if tracing.is_transformed() or tracing.forward_ad._current_level >= 0:
+            text += "\nForward-mode and second derivatives need backend='manual', or no forced backend"
         return BackendFailed(text)
 
 

@@ -270,8 +270,8 @@ def attention(
     if isinstance(attention_mask, Keys):
         if attention_mask.refusal is not None:
             raise InvalidInput(attention_mask.refusal)
-        if (query.shape[2], key.shape[2]) != tuple(attention_mask.shape[2:]):
-            sizes = [query.shape[2], key.shape[2]]
+        if [x.shape[2] for x in (query, key, value)] != [*attention_mask.shape[2:], attention_mask.shape[3]]:
+            sizes = [x.shape[2] for x in (query, key, value)]
             raise InvalidInput(
                 f"the mask is for {list(attention_mask.shape[2:])} queries and keys, the layer has {sizes}"
             )

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch.spec import tracing
 from attn_dispatch.spec.torch_settings import deterministic, settings
 
-forward_ad: Any = torch.autograd.forward_ad  # without types; the level is private
 #: Raised by torch.utils.checkpoint to end a recomputation early; InvalidInput in versions of torch without it.
 CHECKPOINT_STOP: type[Exception] = getattr(checkpoint, "_StopRecomputationError", InvalidInput)
 
@@ -146,12 +146,13 @@ def _gradients(
     return found
 
 
+NO_TANGENTS = "{} has no forward-mode derivatives; backend='manual' has"
+
+
 def refuse_tangents(backend: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError for tangents of forward-mode differentiation, which autograd does not see dropped."""
-    if forward_ad._current_level < 0:
-        return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(f"{backend} has no forward-mode derivatives; backend='manual' has")
+    if tracing.forward_ad._current_level >= 0 and tracing.has_tangents(*tensors):
+        raise NotImplementedError(NO_TANGENTS.format(backend))
 
 
 def refuse_second_derivatives(*inputs: Tensor) -> tuple[Tensor, ...]:

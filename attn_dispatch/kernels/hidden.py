@@ -104,7 +104,8 @@ def padding_mask(length: int, seq_lens: Tensor) -> Tensor:
 
 def _known_finite(x: Tensor) -> bool:
     """Whether all entries are finite, as far as that can be asked without a synchronization or in a graph."""
-    return x.device.type == "cpu" and not tracing.graphed(x) and bool(x.detach().sum(dtype=torch.float64).isfinite())
+    asked = x.device.type == "cpu" and not tracing.graphed(x) and not tracing.is_transformed()
+    return asked and bool(x.detach().sum(dtype=torch.float64).isfinite())
 
 
 def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor:

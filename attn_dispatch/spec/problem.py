@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.checks import integer
+from attn_dispatch.spec.checks import boolean, integer
 from attn_dispatch.spec.groups import SCORE_TERMS, key_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.reordered import Reordered
@@ -118,11 +118,13 @@ class Problem:
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         device: torch.device | str | None = None,
+        may_be_empty: bool = False,
     ) -> Problem:
         """Check a call and describe it. Arguments as for `attend`.
 
         Args:
             device: of a call on meta tensors; by default the CUDA device where available, else the CPU.
+            may_be_empty: whether there may be no rows or tokens: then the problem is only for its checks.
 
         Raises:
             InvalidInput: an argument is wrong; the message names it, its value and the allowed values.
@@ -131,7 +133,7 @@ class Problem:
             raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
         tensors = {"q": q, "k": k, "v": v}
         for name, tensor in tensors.items():
-            check_tensor(name, tensor)
+            check_tensor(name, tensor, (0, layout.index("n")) if may_be_empty else ())
         if layout == "bhnd":
             tensors = {name: tensor.transpose(1, 2) for name, tensor in tensors.items()}
         dtype = common_dtype(tensors)
@@ -147,9 +149,10 @@ class Problem:
         check_alibi_slopes(alibi_slopes, batch, heads, q.device)
         if alibi_slopes is not None and isinstance(chosen, Reordered):
             raise InvalidInput("alibi_slopes count places in the sequence: give tokens in natural order, not Reordered")
+        boolean("return_lse", return_lse)
         default_scale = math.pow(head_dim, -0.5)
         return cls(
-            pattern=chosen.simplify(q_len, k_len, heads),
+            pattern=chosen.simplify(max(1, q_len), max(1, k_len), heads),
             given=given,
             batch=batch,
             q_len=q_len,
@@ -160,10 +163,10 @@ class Problem:
             dtype=dtype,
             device=where,
             scale=default_scale if scale is None else _scale(scale),
-            dropout_p=_dropout(dropout_p),
+            dropout_p=dropout(dropout_p),
             needs_grad=torch.is_grad_enabled()
             and (any(t.requires_grad for t in tensors.values()) or (bias is not None and bias.requires_grad)),
-            return_lse=bool(return_lse),
+            return_lse=return_lse,
             has_seq_lens=seq_lens is not None,
             has_key_mask=key_mask is not None,
             strides=_strides(tensors, dtype),
@@ -258,10 +261,9 @@ class Problem:
         return "   ".join(parts)
 
 
-def choose_pattern(pattern: object, segment_lengths: Any, dilation_rates: Any, is_causal: object) -> Pattern:
+def choose_pattern(pattern: object, segment_lengths: Any, dilation_rates: Any, is_causal: bool) -> Pattern:
     """The pattern given by `attend`'s arguments: an object or the shorthands, not both."""
-    if not isinstance(is_causal, bool):
-        raise InvalidInput(f"is_causal must be True or False, got {is_causal!r}")
+    boolean("is_causal", is_causal)
     if pattern is not None:
         if not isinstance(pattern, Pattern):
             raise InvalidInput(f"pattern must be one of {', '.join(PATTERNS)} or None, got {pattern!r}")
@@ -307,7 +309,7 @@ def _check_fields(problem: Problem) -> None:
     if not isinstance(problem.flash_kernel, str):
         raise InvalidInput(f"flash_kernel must be a name or empty, got {problem.flash_kernel!r}")
     _scale(problem.scale)
-    _dropout(problem.dropout_p)
+    dropout(problem.dropout_p)
     if problem.ranks > 1 and problem.score_terms:
         raise InvalidInput(f"over {problem.ranks} ranks scores are only scaled, got {', '.join(problem.score_terms)}")
     _softcap(problem.softcap or None)
@@ -332,7 +334,8 @@ def _softcap(softcap: object) -> float:
     return float(softcap)
 
 
-def _dropout(dropout_p: object) -> float:
+def dropout(dropout_p: object) -> float:
+    """`dropout_p`, checked."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
         raise InvalidInput(f"dropout_p must be a number with 0 <= dropout_p < 1, got {dropout_p!r}")
     return float(dropout_p)

@@ -84,7 +84,8 @@ def randn(
 # --- checks: each raises InvalidInput with the argument, what it was and what it may be ---
 
 
-def check_tensor(name: str, tensor: object) -> None:
+def check_tensor(name: str, tensor: object, may_be_empty: tuple[int, ...] = ()) -> None:
+    """Check a tensor on its own. `may_be_empty`: axes that may be empty."""
     if not isinstance(tensor, Tensor):
         raise InvalidInput(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -93,7 +94,7 @@ def check_tensor(name: str, tensor: object) -> None:
         raise InvalidInput(
             f"{name} must have 4 axes, [batch, len, heads, head_dim] (or layout='bhnd'), got {list(tensor.shape)}"
         )
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 and not all(tensor.shape[axis] for axis in range(4) if axis not in may_be_empty):
         raise InvalidInput(f"{name} must have at least one entry on every axis, got {list(tensor.shape)}")
 
 
@@ -171,9 +172,14 @@ def check_seq_lens(seq_lens: object, batch: int, q_len: int, k_len: int, device:
 
 
 def check_seq_lens_values(seq_lens: Tensor, q_len: int) -> None:
-    """Check the values on every call, on the CPU only: reading them from a GPU would synchronize it."""
-    if seq_lens.device.type == "cpu" and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= q_len:
-        raise InvalidInput(f"seq_lens must lie in 0..{q_len}, got {seq_lens.tolist()}")
+    """Check the values on every call, on the CPU only: reading them from a GPU would synchronize it.
+
+    Those of examples that are mapped cannot be read.
+    """
+    if seq_lens.device.type != "cpu" or not seq_lens.numel() or tracing.is_mapped():
+        return
+    if not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= q_len:
+        raise InvalidInput(f"seq_lens must lie in 0..{q_len}, got {[int(n) for n in seq_lens]}")
 
 
 def check_key_mask(key_mask: object, batch: int, k_len: int, device: torch.device) -> None:

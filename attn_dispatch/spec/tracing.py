@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import InvalidInput, NoBackend
 
 # Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
 P = ParamSpec("P")
@@ -30,14 +30,17 @@ _HARMLESS = tuple(
 )
 _TRACERS = (FakeTensor, FunctionalTensor)
 _operator = threading.local()
+forward_ad: Any = torch.autograd.forward_ad  #: without types; the level is private
 _SDPA = functional.scaled_dot_product_attention
+_jit_traces: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 - not exported, to type checkers
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 # Private; torch versions without it trace nothing before autograd.
 _early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 # Private: the fake tensors that torch 2.14 makes in C++ are plain `Tensor`s by type.
-_is_fake: Callable[[Tensor], bool] = getattr(torch._C, "_is_fake_tensor", lambda x: False)
+_is_fake: Callable[[Any], bool] = getattr(torch._C, "_is_fake_tensor", lambda x: False)
 
 
-def graphed(*tensors: Tensor) -> bool:
+def graphed(*tensors: object) -> bool:
     """Whether operators are traced into a graph or not computed: torch.export, make_fx, fake tensors."""
     return (
         torch.compiler.is_compiling()
@@ -47,12 +50,12 @@ def graphed(*tensors: Tensor) -> bool:
     )
 
 
-def is_traced(*tensors: Tensor) -> bool:
+def is_traced(*tensors: object) -> bool:
     """Whether the call is traced, transformed by torch.func, or intercepted by a dispatch mode."""
     return graphed(*tensors) or is_transformed() or any(not isinstance(m, _HARMLESS) for m in _modes())
 
 
-def as_operator(*tensors: Any) -> bool:
+def as_operator(*tensors: object) -> bool:
     """Whether a call is one operator (operators.py): where it is traced, or a dispatch mode sees it.
 
     It is inside torch.func's grad and vmap, but not where tangents pass through it, nor for tensors of other subclasses
@@ -60,14 +63,13 @@ def as_operator(*tensors: Any) -> bool:
     """
     if getattr(_operator, "runs", False):
         return False
-    if is_transformed():
-        functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-        kinds = functorch.TransformType.Grad, functorch.TransformType.Vmap
-        return all(each.key() in kinds for each in functorch.get_interpreter_stack())
-    if any(isinstance(x, Tensor) and _wrapped(x) and not isinstance(x, _TRACERS) for x in tensors):
+    if has_tangents(*tensors):
         return False
-    plain = [x for x in tensors if isinstance(x, Tensor)]
-    return graphed(*plain) or any(not isinstance(mode, _HARMLESS) for mode in _modes())
+    if is_transformed():
+        return _transforms() <= {_functorch.TransformType.Grad, _functorch.TransformType.Vmap}
+    if any(_wrapped(x) and not isinstance(x, _TRACERS) for x in tensors):
+        return False
+    return graphed(*tensors) or any(not isinstance(mode, _HARMLESS) for mode in _modes())
 
 
 @contextmanager
@@ -88,6 +90,12 @@ def check_sizes(**tensors: Any) -> None:
             raise InvalidInput(
                 f"{name} must have sizes that are numbers, got {list(x.shape)}: trace attend with static shapes"
             )
+
+
+def refuse_jit() -> None:
+    """Raise NoBackend inside torch.jit.trace, which sees no operator of Python's and holds a graph to one length."""
+    if _jit_traces():
+        raise NoBackend("attend() cannot be part of a graph of torch.jit.trace: use torch.export or torch.compile")
 
 
 def is_dtensor(x: object) -> bool:
@@ -143,6 +151,36 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _wrapped(x: Tensor) -> bool:
-    """Whether x is of a subclass that overrides `__torch_dispatch__`."""
-    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
+def is_mapped() -> bool:
+    """Whether torch.vmap is active; jacfwd, jacrev and hessian call it too."""
+    return is_transformed() and _functorch.TransformType.Vmap in _transforms()
+
+
+def has_tangents(*tensors: object) -> bool:
+    """Whether forward-mode derivatives pass through a call: of these tensors, or inside torch.func's jvp."""
+    if forward_ad._current_level < 0:
+        return False
+    if is_transformed() and _functorch.TransformType.Jvp in _transforms():
+        return True
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def read_on_host(name: str, x: Tensor) -> Tensor:
+    """The values of an argument that a call depends on. Raises NoBackend where they are not there to be read."""
+    if graphed(x):
+        raise NoBackend(f"{name} must be read by the host, so that a graph would hold for these values alone")
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")
+        x = _functorch.get_unwrapped(x)
+    return x.cpu()
+
+
+def _transforms() -> set[Any]:
+    """The kinds of the active transforms of torch.func, of which there is one."""
+    return {each.key() for each in _functorch.get_interpreter_stack()}
+
+
+def _wrapped(x: object) -> bool:
+    """Whether x is of a subclass of Tensor that overrides `__torch_dispatch__`."""
+    return isinstance(x, Tensor) and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from attn_dispatch.spec.checks import integers
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import choose_pattern
 from attn_dispatch.spec.reordered import Reordered
@@ -18,14 +19,15 @@ def encoded_arguments(
     No constructor is called: its comparisons would make symbolic numbers part of the graph.
     """
     if pattern is not None:
-        if not isinstance(pattern, Pattern) or segment_lengths is not None or dilation_rates is not None or is_causal:
+        alone = segment_lengths is None and dilation_rates is None and is_causal is False
+        if not (isinstance(pattern, Pattern) and alone):
             choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
         return _encoded(pattern)
     if not isinstance(is_causal, bool) or (segment_lengths is None) != (dilation_rates is None):
         choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
     if segment_lengths is None:
         return f"dense {is_causal}", []
-    lengths, rates = ([x] if isinstance(x, int) else list(x) for x in (segment_lengths, dilation_rates))
+    lengths, rates = integers("segment_lengths", segment_lengths), integers("dilation_rates", dilation_rates)
     return f"dilated {is_causal} mod all {len(lengths)} {len(rates)}", [*lengths, *rates, 0, -1]
 
 

@@ -20,21 +20,31 @@ from attn_dispatch import process_state
 from attn_dispatch.decisions.call import resolve
 from attn_dispatch.decisions.graphs.encoding import decoded, encoded_arguments
 from attn_dispatch.decisions.graphs.flops import TENSORS, count_flops
+from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, refuse_second, result_known
 from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.checks import boolean, integer
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_alibi_slopes, check_seq_lens_values
+from attn_dispatch.spec.problem import Problem, dropout
+from attn_dispatch.spec.tensors import (
+    LAYOUTS,
+    autocast_dtype,
+    check_alibi_slopes,
+    check_seq_lens_values,
+    common_dtype,
+)
 
 _ARGUMENTS = (
     "Tensor? seq_lens, Tensor? key_mask, Tensor? documents, Tensor? cu_seqlens, Tensor? alibi_slopes, Tensor? bias, "
     "str pattern, SymInt[] numbers, float? scale, float? softcap, str? backend, str? order, SymInt? first_head, "
     "SymInt? all_heads, bool bias_needs_grad"
 )
+#: Axes and kinds of the tensors among these. Their sizes, which a graph may not know, are checked when it runs.
+_KINDS = (((1,), "integer"), ((2,), "bool"), ((2,), "integer"), ((1,), "integer"), ((1, 2), "float"), ((4,), "float"))
 _CU_SEQLENS, _ALIBI_SLOPES, _BIAS, _BIAS_NEEDS_GRAD = 3, 4, 5, -1  #: places among these; `TENSORS` are tensors
 _TAGS = [
     torch.Tag.pt2_compliant_tag,
@@ -67,14 +77,16 @@ eager_attend: Callable[..., Any] | None = None
 def applies(q: Any, k: Any, v: Any, arguments: Mapping[str, Any]) -> bool:
     """Whether a call is to be the operator: it is traced or seen by a dispatch mode.
 
-    It is not with dropout or over ranks. A forced backend that consists of PyTorch's operators is traced through.
+    It is not with dropout or over ranks. A forced backend that consists of PyTorch's operators is traced through, and
+    inside transforms only the plain formula, which has all derivatives.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    if not tracing.as_operator(q, k, v) or arguments["dropout_p"] or arguments.get("mesh") is not None:
+    if not tracing.as_operator(q, k, v) or dropout(arguments["dropout_p"]) or arguments.get("mesh") is not None:
         return False
     backend = arguments["backend"]
-    if backend in registry.names() and hasattr(registry.load(backend), "traceable"):
+    through = backend in registry.names() and hasattr(registry.load(backend), "traceable")
+    if through and (backend == registry.LAST_RESORT or not tracing.is_transformed()):
         return False
     count_flops()
     return True
@@ -113,22 +125,23 @@ def call(
     """
     assert not dropout_p, "see applies()"
     assert mesh is None, "see applies()"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim != 4:
-            got = list(x.shape) if isinstance(x, Tensor) else x
-            raise InvalidInput(f"{name} must be a tensor with 4 axes, got {got!r}")
-    if layout not in LAYOUTS:
-        raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    check(q, k, v, layout)
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat))):
             raise InvalidInput(f"{name} must be a number, got {number!r}")
+    if not all(isinstance(name, (str, type(None))) for name in (backend, order)):
+        check_names(backend, order)  # raises
+    boolean("return_lse", return_lse)
+    first_head = None if first_head is None else integer("first_head", first_head, 0)
+    all_heads = None if all_heads is None else integer("all_heads", all_heads, 1)
     tensors = {
         "seq_lens": seq_lens, "key_mask": key_mask, "documents": documents, "cu_seqlens": cu_seqlens,
         "alibi_slopes": alibi_slopes, "bias": bias,
     }  # fmt: skip
-    for name, given in tensors.items():
-        if given is not None and not isinstance(given, Tensor):
-            raise InvalidInput(f"{name} must be a tensor, got {given!r}")
+    for (name, given), (axes, kind) in zip(tensors.items(), _KINDS):
+        if given is not None and not (isinstance(given, Tensor) and given.ndim in axes and _kind(given) == kind):
+            got = f"{list(given.shape)} of {given.dtype}" if isinstance(given, Tensor) else repr(given)
+            raise InvalidInput(f"{name} must be a {kind} tensor with {' or '.join(map(str, axes))} axes, got {got}")
     code, numbers = encoded_arguments(pattern, segment_lengths, dilation_rates, is_causal)
     transformed = not torch.compiler.is_dynamo_compiling() and tracing.is_transformed()
     # Inside vmap a tensor does not tell whether autograd outside of it wants a gradient.
@@ -149,6 +162,23 @@ def call(
     )  # fmt: skip
     out = out.transpose(1, 2) if layout == "bhnd" else out
     return (out, lse) if return_lse else out
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, layout: object) -> None:
+    """Check what a graph depends on. Raises InvalidInput."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            got = list(x.shape) if isinstance(x, Tensor) else x
+            raise InvalidInput(f"{name} must be a tensor with 4 axes, got {got!r}")
+    if layout not in LAYOUTS:
+        raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    common_dtype({"q": q, "k": k, "v": v})
+    if not q.device == k.device == v.device:
+        raise InvalidInput(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _kind(x: Tensor) -> str:
+    return "float" if x.is_floating_point() else "bool" if x.dtype == torch.bool else "integer"
 
 
 # --- what the operators do when they run ------------------------------------------------------------------------------
@@ -349,13 +379,13 @@ def _batching_rule(operator: Any, first: int) -> Callable[..., Any]:
         q = given[0 if first == 3 else 2]  # after two gradients
         batch, bias, slopes = q.shape[1], given[bias_place], given[first + _ALIBI_SLOPES]
         shared = bias is not None and bias.shape[1] < batch  # by the rows of an example
-        if bias is not None:
+        if bias is not None and bias.shape[1] == 1:
             given[bias_place] = bias.expand(-1, batch, -1, -1, -1)
         if slopes is not None and slopes.ndim == 2:  # of an example: [heads]
             given[first + _ALIBI_SLOPES] = slopes[:, None].expand(-1, batch, -1)
         folded = [x if x is None or x.shape == (0,) else x.flatten(0, 1) for x in given]
         found = operator(*folded, *args[tensors:])
-        split = [x if x.shape == (0,) else x.unflatten(0, (info.batch_size, len(x) // info.batch_size)) for x in found]
+        split = [x if x.shape == (0,) else x.unflatten(0, (info.batch_size, batch)) for x in found]
         if len(split) == 4 and shared and split[3].ndim > 1:
             split[3] = split[3].sum(1, keepdim=True)
         return tuple(split), tuple(None if x.shape == (0,) else 0 for x in found)

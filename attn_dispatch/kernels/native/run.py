@@ -13,13 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Passes, forward_ad, refuse_tangents
+from attn_dispatch.kernels.autograd import Passes, refuse_tangents
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.steps import few_query_tables, native_tables, neighborhood_and_order
 from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.machine.memory import LARGE_PAGE, in_large_pages
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import forward_ad
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: in attention.cpp's numbering
 VECTOR = 16  #: floats of the widest vector; rows of dk and dv sums are padded to it
