@@ -61,6 +61,7 @@ _grad_enabled, _threads = torch.is_grad_enabled, torch.get_num_threads  # looked
 # 0 in every stored signature: routes found without dispatch modes are not used under one. Nor are they where there may
 # be tangents.
 _mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_forward_ad = tracing.forward_ad
 _routes: dict[Any, Route] = {}
 process_state.register(process_state.ROUTES, _routes.clear)
 
@@ -177,7 +178,7 @@ def attend(
             (softcap is None and bias is None and alibi_slopes is None)
             or (softcap, _facts(bias), _facts(alibi_slopes)),
             _grad_enabled(), deterministic_or_warning() and not only_warning(), _threads(), _mode_count(),
-            current_flash(), tracing.forward_ad._current_level,
+            current_flash(), _forward_ad._current_level,
             functional.scaled_dot_product_attention,  # another function inside torch's context_parallel
         )  # fmt: skip
         route = _routes.get(signature)
@@ -333,7 +334,7 @@ def _new_route(
         )
         # Another thread may have replaced the decision meanwhile, or begun to observe.
         is_current = forgotten == process_state.forgotten
-        odd = traced or _mode_count() or tracing.forward_ad._current_level >= 0 or cannot_measure(problem.device)
+        odd = traced or _mode_count() or _forward_ad._current_level >= 0 or cannot_measure(problem.device)
         if is_current and signature is not None and not odd:
             _routes[signature] = route
             decide.drop_oldest(_routes, MAX_ROUTES)
@@ -430,9 +431,11 @@ def _over_mesh(mesh: object, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) 
 
 
 def _compiled(q: Tensor, k: Tensor, v: Tensor, pattern: Any, *, sink: Any, **arguments: Any) -> Any:
-    """attend in a compiled function: one operator; between its graphs with ranks, random numbers or `key_lens`."""
+    """attend in a compiled function: one operator; between its graphs with ranks, random numbers, `key_lens` or inside
+    torch.func's derivatives, whose tangents an operator would drop.
+    """
     between = (arguments["mesh"], arguments["key_lens"], arguments["dropout_p"] or None)
-    if between != (None, None, None) or tracing.is_dtensor(q):
+    if between != (None, None, None) or tracing.is_dtensor(q) or tracing.differentiates():
         return torch.compiler.disable(attend)(q, k, v, pattern, sink=sink, **arguments)  # type: ignore[no-untyped-call]
     if sink is not None or arguments["alignment"] != "lower_right":
         return packing.composed(attend, q, k, v, sink=sink, pattern=pattern, **arguments)

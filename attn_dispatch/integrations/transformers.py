@@ -270,10 +270,10 @@ def attention(
     if isinstance(attention_mask, Keys):
         if attention_mask.refusal is not None:
             raise InvalidInput(attention_mask.refusal)
-        if [x.shape[2] for x in (query, key, value)] != [*attention_mask.shape[2:], attention_mask.shape[3]]:
-            sizes = [x.shape[2] for x in (query, key, value)]
+        sizes, (q_len, k_len) = [x.shape[2] for x in (query, key, value)], attention_mask.shape[2:]
+        if sizes != [q_len, k_len, k_len]:
             raise InvalidInput(
-                f"the mask is for {list(attention_mask.shape[2:])} queries and keys, the layer has {sizes}"
+                f"the mask is for {[q_len, k_len]} queries and keys, the layer has {sizes} queries, keys and values"
             )
         stop, pattern = attention_mask.stop, attention_mask.pattern
         key, value = key[:, :, :stop], value[:, :, :stop]

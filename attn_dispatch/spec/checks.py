@@ -21,8 +21,8 @@ def integer(name: str, value: object, minimum: int, kind: str = "an integer") ->
         return value  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
     # bool is an int to Python, and True as a length is always a mistake.
     if not isinstance(value, bool) and isinstance(value, SupportsIndex):
-        # Arrays and tensors have the method whether or not they hold one integer.
-        with suppress(TypeError):
+        # Arrays and tensors have the method whether or not they hold one integer that can be read.
+        with suppress(TypeError, RuntimeError):
             number = operator.index(value)
             if number >= minimum:
                 return number

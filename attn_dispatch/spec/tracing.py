@@ -46,7 +46,7 @@ def graphed(*tensors: object) -> bool:
         torch.compiler.is_compiling()
         or _early() > 0
         or any(getattr(mode, "_mode_key", None) is not None for mode in _modes())
-        or any(_wrapped(x) or _is_fake(x) for x in tensors)
+        or any(_wrapped(x) or (isinstance(x, Tensor) and _is_fake(x)) for x in tensors)
     )
 
 
@@ -63,7 +63,7 @@ def as_operator(*tensors: object) -> bool:
     """
     if getattr(_operator, "runs", False):
         return False
-    if has_tangents(*tensors):
+    if forward_ad._current_level >= 0:
         return False
     if is_transformed():
         return _transforms() <= {_functorch.TransformType.Grad, _functorch.TransformType.Vmap}
@@ -156,13 +156,21 @@ def is_mapped() -> bool:
     return is_transformed() and _functorch.TransformType.Vmap in _transforms()
 
 
+def differentiates() -> bool:
+    """Whether torch.func or forward mode takes derivatives; torch.compile asks this, too, while it traces."""
+    by_torch_func = is_transformed() and bool(_transforms() - {_functorch.TransformType.Vmap})
+    return forward_ad._current_level >= 0 or by_torch_func
+
+
+vars(differentiates)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, which loads SymPy
+
+
 def has_tangents(*tensors: object) -> bool:
-    """Whether forward-mode derivatives pass through a call: of these tensors, or inside torch.func's jvp."""
+    """Whether forward-mode derivatives may pass through a call: of these tensors, or inside torch.func's jvp."""
     if forward_ad._current_level < 0:
         return False
-    if is_transformed() and _functorch.TransformType.Jvp in _transforms():
-        return True
-    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    given = (x for x in tensors if isinstance(x, Tensor))
+    return is_transformed() or any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def read_on_host(name: str, x: Tensor) -> Tensor:

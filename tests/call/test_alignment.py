@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_dispatch import Dense, Dilated, Window, attend, explain
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.widths import ALIGNMENTS
 from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("short_trials")
@@ -104,6 +105,41 @@ def test_upper_left(q_len: int, k_len: int) -> None:
     assert explain(q, k, v, is_causal=True, alignment="upper_left").choice
 
 
+UPPER: dict[str, Any] = {"is_causal": True, "alignment": "upper_left"}
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "k_len", "given"),
+    [
+        (2, 0, 5, UPPER),
+        (2, 5, 0, UPPER),
+        (0, 5, 3, UPPER),
+        (1, 5, 0, {"key_lens": torch.tensor([0])}),
+        (2, 5, 5, {"key_lens": torch.tensor([0, 0])}),
+        (0, 5, 5, {"key_lens": torch.zeros(0).long()}),
+        (2, 0, 0, {"documents": IDS[:, :0], **UPPER}),
+        (0, 5, 5, {"documents": IDS[:0, :5]}),
+        (1, 0, 0, {"cu_seqlens": torch.tensor([0, 0, 0])}),
+    ],
+)
+def test_without_rows_queries_or_keys(batch: int, q_len: int, k_len: int, given: dict[str, Any]) -> None:
+    q, k, v = tensors()
+    q, k, v = q[:batch, :q_len], k[:batch, :k_len], v[:batch, :k_len, :, :8]
+    out, lse = attend(q, k, v, return_lse=True, **given)
+    assert out.shape == (batch, q_len, HEADS, 8)
+    assert not out.any()
+    assert torch.equal(lse, torch.full((batch, HEADS, q_len), -math.inf, dtype=torch.float64))
+
+
+def test_both_alignments_of_documents_are_one() -> None:
+    q, k, v = tensors(1)
+    ids = torch.arange(LENGTH)[None] // 13
+    several: list[dict[str, Any]] = [{"documents": ids}, {"cu_seqlens": torch.tensor([0, 13, 26, 39, 52, LENGTH])}]
+    for given in several:
+        found, plain = (attend(q, k, v, pattern=Dense(is_causal=True), alignment=each, **given) for each in ALIGNMENTS)
+        assert torch.equal(found, plain)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -120,11 +156,12 @@ def test_upper_left(q_len: int, k_len: int) -> None:
             {"key_lens": torch.tensor([1, 2]), "key_mask": torch.ones(5, 20, dtype=torch.bool)},
             "key_mask must have shape",
         ),
-        ({"is_causal": True, "alignment": "upper_left", "bias": torch.zeros(1, 1, 60, 100)}, "bias must have shape"),
+        ({**UPPER, "bias": torch.zeros(1, 1, 60, 100)}, "bias must have shape"),
         ({"alignment": "left"}, r"alignment must be one of \('lower_right', 'upper_left'\), got 'left'"),
         ({"alignment": "upper_left"}, r"for causal Dense attention of whole tensors, not for Dense\(\)"),
         ({"alignment": "upper_left", "pattern": Window(3, 0)}, r"not for Window\(left=3, right=0\)"),
-        ({"alignment": "upper_left", "is_causal": True, "key_lens": torch.tensor([1, 2])}, "not with key_lens"),
+        ({**UPPER, "key_lens": torch.tensor([1, 2])}, "not with key_lens"),
+        ({"alignment": "upper_left", "documents": IDS}, r"not for Dense\(\)"),
     ],
     ids=str,
 )
@@ -135,7 +172,7 @@ def test_wrong_lengths_and_alignments(given: dict[str, Any], text: str) -> None:
 
 def test_tensors_are_checked_before_they_are_cut() -> None:
     q, k, v = tensors()
-    for more in ({"key_lens": torch.tensor([3, 4])}, {"is_causal": True, "alignment": "upper_left"}):
+    for more in ({"key_lens": torch.tensor([3, 4])}, UPPER):
         given: dict[str, Any] = more
         with pytest.raises(InvalidInput, match="q and k must have one batch size"):
             attend(torch.cat([q, q]), k, v, **given)

@@ -360,14 +360,6 @@ def test_the_first_call_does_not_change_settings(seen: Recorder) -> None:
             assert torch.is_autocast_enabled("cpu") is enabled
 
 
-def test_arguments_without_a_hash(seen: Recorder) -> None:
-    """Such a call runs, but gets no route."""
-    for _ in range(2):
-        run(qkv(), return_lse=[])
-    assert len(seen.problems) == 2
-    assert not dispatch._routes
-
-
 # --- missing or different guards --------------------------------------------------------------------------------------
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_dispatch import attend
+from attn_dispatch import attend, compat
 from attn_dispatch.decisions import decide
 from attn_dispatch.decisions.graphs import encoding
 from attn_dispatch.dispatch import adopt
-from attn_dispatch.errors import BackendFailed
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -96,6 +96,62 @@ def test_a_pattern_of_the_length_itself(pattern: Callable[[int], Pattern]) -> No
     assert close(graph(*qkv(48)), exact(*qkv(48), pattern(48))[0])
 
 
+def upper(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return attend(q, k, v, is_causal=True, alignment="upper_left")
+
+
+def upper_masked(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    seen, bias = k[:, :, 0, 0] > -1, k.new_zeros(1, 1, q.shape[1], k.shape[1])
+    return attend(q, k, v, is_causal=True, alignment="upper_left", key_mask=seen, bias=bias)
+
+
+def upper_of_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return compat.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def upper_of_xformers(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return compat.memory_efficient_attention(q, k, v, LowerTriangularMask())
+
+
+class LowerTriangularMask:
+    """A stand-in for xFormers' mask, of which the name is read."""
+
+
+@pytest.mark.parametrize("function", [upper, upper_masked, upper_of_sdpa, upper_of_xformers])
+@pytest.mark.parametrize("lengths", [(6, 9), (9, 6)])
+def test_the_upper_left_alignment_of_any_lengths(function: Callable[..., Any], lengths: tuple[int, int]) -> None:
+    def drawn(more: int) -> list[Tensor]:
+        q_len, k_len = (length + more for length in lengths)
+        return [torch.randn(2, length, 2, 8) for length in (q_len, k_len, k_len)]
+
+    auto = {1: torch.export.Dim.AUTO}
+    program = torch.export.export(Called(function), tuple(drawn(0)), dynamic_shapes=((auto,) * 3,))
+    for made in (program.module(), make_fx(function, tracing_mode="symbolic")(*drawn(0))):
+        given = drawn(7)
+        assert torch.allclose(made(*given), function(*given), atol=1e-6)
+
+
+class Called(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def test_a_batch_whose_size_is_data() -> None:
+    def chosen(x: Tensor, keep: Tensor, sink: Tensor) -> Any:
+        x = x[keep]
+        return attend(x, x, x, sink=sink)
+
+    x, sink = torch.randn(5, 16, 2, 8), torch.randn(2)
+    program = torch.export.export(Called(chosen), (x, torch.arange(5) > 2, sink)).module()
+    for keep in (torch.arange(5) != 1, torch.zeros(5) > 0):
+        assert torch.equal(program(x, keep, sink), chosen(x, keep, sink))
+
+
 def test_grids_of_programs_without_strides_are_read() -> None:
     pattern = Neighborhood((4, 6), (3, 2), (1, 2), (False, True), "shift")
     assert encoding.decoded("neighborhood shift False,True", (4, 6, 3, 2, 1, 2)) == pattern
@@ -167,10 +223,11 @@ def test_transforms_of_torch_func(pattern: Pattern) -> None:
         torch.stack([exact(q, *one[1:], pattern)[0] for q in batches[0]]),
     )
     assert all(map(close, found, wanted))
-    masked = transforms.vmap(lambda q, k, v, lens: attended(q, k, v, pattern, seq_lens=lens))(*batches, lens)
-    assert all(
-        torch.equal(*pair) for pair in zip(masked, (attended(*x, pattern, seq_lens=n) for *x, n in zip(*batches, lens)))
-    )
+    more: dict[str, Any] = {"pattern": pattern, "bias": torch.randn(1, 2, 16, 16)}
+    plain = [attended(*x, seq_lens=n, **more) for *x, n in zip(*batches, lens)]
+    for backend in (None, "manual"):
+        masked = transforms.vmap(lambda q, k, v, n: attended(q, k, v, seq_lens=n, backend=backend, **more))  # noqa: B023
+        assert close(masked(*batches, lens), torch.stack(plain).double())
     assert all(map(close, transforms.grad(loss, (0, 1, 2))(*one), gradients(*one)))
     singles = zip(*(gradients(*each) for each in zip(*batches)))
     assert all(
@@ -178,8 +235,48 @@ def test_transforms_of_torch_func(pattern: Pattern) -> None:
     )
     out, pull = transforms.vjp(function, *one)
     assert all(map(close, pull(2 * out), gradients(*one)))
-    with pytest.raises(BackendFailed, match="for second derivatives"):
-        transforms.hessian(loss)(*one)
+
+
+def test_what_cannot_be_counted_is_refused_by_name() -> None:
+    q, k, v = qkv()
+    with FlopCounterMode(display=False):
+        with pytest.raises(InvalidInput, match="needs q_len <= k_len, got 16 and 0"):
+            attend(q, k[:, :0], v[:, :0], Dilated((4, 8), (1, 2)))
+        with pytest.raises(InvalidInput, match="must be on one device, got cpu, cpu, meta"):
+            attend(q, k, v.to("meta"))
+
+
+def test_vmap_of_nothing_and_what_cannot_be_mapped() -> None:
+    transforms: Any = torch.func
+    q, k, v = (torch.stack([x, x]) for x in qkv())
+    assert transforms.vmap(attended)(q[:0], k[:0], v[:0]).shape == (0, *q.shape[1:])
+    grads = transforms.vmap(transforms.grad(lambda x, y, z: attended(x, y, z).sum(), (0, 1, 2)))(q[:0], k[:0], v[:0])
+    assert [x.shape for x in grads] == [(0, *q.shape[1:])] * 3
+    with pytest.raises(InvalidInput, match="bias must have shape"):
+        transforms.vmap(lambda *x: attended(*x, bias=torch.zeros(3, 1, 16, 16)))(q, k, v)
+    for name, value in (("key_lens", torch.tensor([[3], [4]])), ("cu_seqlens", torch.tensor([[0, 16], [0, 16]]))):
+        with pytest.raises(NoBackend, match=f"{name} cannot be mapped by torch.vmap"):
+            transforms.vmap(lambda q, k, v, x: attended(q, k, v, **{name: x}))(q, k, v, value)  # noqa: B023
+    for randomness in ("error", "same", "different"):
+        with pytest.raises(NoBackend, match=r"dropout_p cannot be given inside torch\.vmap"):
+            transforms.vmap(lambda *x: attended(*x, dropout_p=0.5), randomness=randomness)(q, k, v)
+
+
+def test_what_the_host_reads_is_no_constant_of_a_graph() -> None:
+    for given in ({"key_lens": torch.tensor([9])}, {"documents": torch.zeros(1, 16).long(), "backend": "manual"}):
+        with pytest.raises(NoBackend, match="must be read by the host"):
+            make_fx(lambda q, k, v: attended(q, k, v, **given))(*qkv())  # noqa: B023
+    dropped = {"documents": torch.zeros(1, 16).long(), "dropout_p": 0.5}
+    with pytest.raises(InvalidInput, match="must have sizes that are numbers"):
+        make_fx(lambda q, k, v: attended(q, k, v, **dropped), tracing_mode="symbolic")(*qkv())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("given", [{}, {"backend": "manual"}, {"documents": torch.zeros(1, 16).long()}], ids=str)
+def test_torch_jit_is_refused(given: dict[str, Any]) -> None:
+    traced: Any = torch.jit.trace
+    with pytest.raises(NoBackend, match=r"torch\.jit\.trace: use torch\.export or torch\.compile"):
+        traced(lambda *x: attend(*x, **given), qkv())
 
 
 def test_a_backend_without_lse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from attn_dispatch.spec.problem import Problem
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 36, 4, 2, 16
 
 
-def tensors() -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.zeros(BATCH, LENGTH, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+def tensors(rows: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.zeros(rows, LENGTH, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     return q, k, v
 
 
@@ -43,10 +43,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input(case: str) -> None:
+@pytest.mark.parametrize("rows", [BATCH, 0])
+def test_wrong_input(case: str, rows: int) -> None:
+    """Where there are no rows, too."""
     given, text = WRONG[case]
-    with pytest.raises(InvalidInput, match=text):
-        attend(*tensors(), **given)
+    with pytest.raises(InvalidInput, match=text if rows else None):
+        attend(*tensors(rows), **given)
 
 
 def test_keys_and_groups() -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend
-from attn_dispatch.errors import BackendFailed
+from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support import ring_ranks
-from tests.support.calls import formula, qkv
+from tests.support.calls import close, formula, qkv
 from tests.support.pairwise import crossed
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
+from tests.support.score_terms import BATCH, HEADS, LENGTH, TERMS, tensors, terms
 
 PATTERNS = (Dense(), Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2)), Neighborhood((4, 4), (3, 3)))
 BACKENDS = {
@@ -153,6 +158,165 @@ def test_checkpoints() -> None:
     for backend in BACKENDS:
         with pytest.raises(BackendFailed, match=REFUSAL):
             second(checkpointed(False, runs(Dense(), backend=backend)), "linear", wanting(), 0)
+
+
+# --- transforms of torch.func, and forward mode -----------------------------------------------------------------------
+
+FUNC: Any = torch.func
+FORWARD_AD: Any = torch.autograd.forward_ad
+
+
+def loss_of(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: f(x).square().sum()
+
+
+def dual(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with FORWARD_AD.dual_level():
+        found: Tensor = FORWARD_AD.unpack_dual(f(FORWARD_AD.make_dual(x, x.cos()))).tangent
+    return found
+
+
+def forward_over_reverse(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """By autograd alone: the tangent of a gradient."""
+    with FORWARD_AD.dual_level():
+        y = FORWARD_AD.make_dual(x.detach().requires_grad_(), x.cos())
+        (grad,) = torch.autograd.grad(loss_of(f)(y), y, create_graph=True)
+        found: Tensor = FORWARD_AD.unpack_dual(grad).tangent
+    return found.detach()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "vmap": lambda f, x: FUNC.vmap(f)(torch.stack([x, 2 * x])),
+    "grad": lambda f, x: FUNC.grad(loss_of(f))(x),
+    "jacrev": lambda f, x: FUNC.jacrev(lambda y: f(y).sum((0, 2, 3)))(x),
+    "grads of examples": lambda f, x: FUNC.vmap(FUNC.grad(loss_of(f)))(torch.stack([x, 2 * x])),
+    "jvp": lambda f, x: FUNC.jvp(f, (x,), (x.cos(),))[1],
+    "dual": dual,
+    "jacfwd": lambda f, x: FUNC.jacfwd(lambda y: f(y).sum((0, 2, 3)))(x),
+    "hessian vector": lambda f, x: FUNC.jvp(FUNC.grad(loss_of(f)), (x,), (x.cos(),))[1],
+    "hessian": lambda f, x: FUNC.hessian(lambda y: loss_of(f)(y[..., :1] * x))(x),
+    "forward over reverse": forward_over_reverse,
+    "twice": lambda f, x: FUNC.grad(lambda y: FUNC.grad(loss_of(f))(y).square().sum())(x),
+}
+FIRST = ("vmap", "grad", "jacrev", "grads of examples")  #: what every backend with a backward pass has
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
+@crossed(
+    lambda name, backend, pattern: {"name": name, "backend": backend},
+    name=tuple(TRANSFORMS),
+    backend=(None, "manual", *BACKENDS),
+    pattern=(Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2))),
+)
+def test_transforms_are_right_or_refused(name: str, backend: str | None, pattern: Pattern) -> None:
+    q, k, v = (x[:, :, :, :3] for x in qkv())
+    no_window = backend == "sdpa" and isinstance(pattern, Window)
+    lacks = backend not in (None, "manual") and name not in FIRST
+    with ExitStack() as stack:
+        if no_window or lacks or (backend is None and name == "twice"):
+            text = "computes Dense, Dilated" if no_window and not lacks else "backend='manual'|computes Dense, Dilated"
+            stack.enter_context(pytest.raises((BackendFailed, NoBackend), match=text))
+        found = TRANSFORMS[name](lambda x: attend(x, k, v, pattern, backend=backend), q)
+        assert close(found, TRANSFORMS[name](lambda x: formula(x, k, v, pattern)[0], q).double())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "dual", "jacfwd", "hessian vector"])
+def test_transforms_in_compiled_functions(name: str) -> None:
+    q, k, v = qkv()
+
+    def run(x: Tensor) -> Any:
+        return TRANSFORMS[name](lambda y: attend(y, k, v, Window(4, 2)), x)
+
+    compiled: Any = torch.compile(run, backend="aot_eager")
+    assert close(compiled(q), run(q).double())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["jvp", "dual"])
+def test_a_graph_does_not_drop_tangents(name: str) -> None:
+    """PyTorch gives none, or wrong ones, for an operator that has none."""
+    q, k, v = qkv()
+
+    def run(x: Tensor) -> Any:
+        return attend(x, k, v, is_causal=True)
+
+    compiled: Any = torch.compile(run, backend="aot_eager")
+    compiled(q)
+    for graph in (make_fx(run)(q), compiled):
+        with suppress(BackendFailed):
+            assert close(TRANSFORMS[name](graph, q), TRANSFORMS[name](run, q).double())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("packed", [{}, {"documents": torch.arange(LENGTH).expand(BATCH, -1) // 10}], ids=str)
+def test_tangents_of_every_tensor(name: str, packed: dict[str, Any]) -> None:
+    """The weighted sum of the results' tangents is that of the gradients: with masks, terms, a sink, NaN in padding."""
+    x, sink = dict(zip("qkv", tensors())), torch.randn(HEADS, dtype=torch.float64).requires_grad_()
+    given = terms(name) | {"sink": sink, "key_mask": torch.rand(BATCH, LENGTH) < 0.8}
+    given |= packed or {"seq_lens": torch.tensor([LENGTH, 20])}
+    if not packed:
+        with torch.no_grad():
+            x["q"][1, 20:] = x["k"][1, 20:] = x["v"][1, 20:] = math.nan
+    wanting = {**x, "sink": sink, **{n: y for n, y in given.items() if n == "bias"}}
+
+    def run(*tensors: Tensor, **more: Any) -> Any:
+        return attend(**{**given, **dict(zip(wanting, tensors)), **more}, pattern=Window(9, 0), return_lse=True)
+
+    out, lse = run(*wanting.values())
+    total = out.sum() + lse.masked_fill(lse == -math.inf, 0.0).sum()
+    plain = [y.detach() for y in wanting.values()]
+    tangents = [torch.randn_like(y) for y in plain]
+    pairs = zip(torch.autograd.grad(total, list(wanting.values())), tangents)
+    expected = torch.stack([(grad * tangent).nansum() for grad, tangent in pairs]).sum()
+    twice = [torch.stack([t, 2 * t]) for t in tangents]
+    found = FUNC.vmap(lambda *t: FUNC.jvp(run, tuple(plain), t)[1])(*twice)
+    for row, factor in enumerate((1, 2)):
+        tangent = found[0][row].sum() + found[1][row].masked_fill(lse == -math.inf, 0.0).sum()
+        assert torch.allclose(tangent, factor * expected)
+    weights = torch.ones_like(out)
+    if not packed:
+        weights[1, 20:] = math.nan
+    grads = FUNC.grad(lambda *y: (run(*y)[0] * weights).sum(), tuple(range(len(plain))))(*plain)
+    through = FUNC.grad(lambda *y: (run(*y, backend="manual")[0] * weights).sum(), tuple(range(len(plain))))(*plain)
+    assert all(map(torch.allclose, through, grads))
+
+
+def test_a_route_of_plain_tensors_is_not_that_of_tangents() -> None:
+    q, k, v = qkv()
+    for level in (False, True, False):
+        for _ in range(2):
+            with FORWARD_AD.dual_level() if level else nullcontext():
+                out = attend(FORWARD_AD.make_dual(q, k) if level else q, k, v, is_causal=True)
+                assert (FORWARD_AD.unpack_dual(out).tangent is not None) == level if level else True
+    with FORWARD_AD.dual_level():
+        several: list[dict[str, Any]] = [{}, {"documents": torch.arange(16)[None] // 5}]
+        for given in several:
+            attend(q, k, v, **given)  # without tangents, at a level where others have some
+            assert FORWARD_AD.unpack_dual(attend(q, k, FORWARD_AD.make_dual(v, k), **given)).tangent is not None
+
+
+def seen_by_a_mode(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    with FlopCounterMode(display=False):
+        return torch.autograd.grad(f(x), x)[0]
+
+
+@pytest.mark.parametrize("transform", [lambda f, x: FUNC.grad(f)(x), seen_by_a_mode], ids=["grad", "mode"])
+def test_dropout_inside_transforms_and_modes(transform: Callable[..., Tensor]) -> None:
+    q, k, v = qkv()
+
+    def loss(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        found: Tensor = attend(x, k, v, dropout_p=0.5).square().sum()
+        return found
+
+    x = q.clone().requires_grad_()
+    assert torch.allclose(transform(loss, q), torch.autograd.grad(loss(x), x)[0])
 
 
 # --- over many ranks --------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def test_autocast_computes_in_its_dtype() -> None:
     expected = attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = attend(q, k, v), attend(q, k, v, return_lse=True)[1]
+        assert attend(q[:, :0], k, v).dtype == torch.bfloat16  # without anything to compute
     assert out.dtype == torch.bfloat16
     assert lse.dtype == torch.float32
     assert torch.equal(out, expected)

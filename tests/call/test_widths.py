@@ -76,19 +76,34 @@ def test_nothing_to_compute(sizes: dict[str, Any], layout: str, with_sink: bool)
 @pytest.mark.parametrize(
     ("q", "k", "arguments", "message"),
     [
-        ((0, 5, 4, 8), (2, 5, 4, 8), {}, "one batch size, and k and v equal shapes but for head_dim, got [0, 5, 4, 8]"),
+        ((0, 5, 4, 8), (2, 5, 4, 8), {}, "q and k must have one batch size, got 0 and 2"),
         ((0, 5, 4, 8), (0, 5, 3, 8), {}, "the heads of k and v must divide those of q, got 3 and 4"),
         ((0, 5, 4, 8), (0, 5, 4, 6), {}, "q and k must have one head_dim, got 8 and 6"),
         ((2, 5, 0, 8), (2, 5, 0, 8), {}, "q must have at least one entry on every axis"),
         ((2, 5, 4, 0), (2, 5, 4, 0), {}, "q must have at least one entry on every axis"),
         ((2, 5, 4, 8), (2, 0, 4, 8), {"pattern": Neighborhood((5,), (3,))}, "Neighborhood needs q_len <= k_len"),
         ((2, 0, 4, 8), (2, 0, 4, 8), {"segment_lengths": 4}, "dilation_rates is None"),
+        ((0, 5, 4, 8), (0, 5, 4, 8), {"scale": math.nan}, "scale must be a finite number"),
+        ((2, 0, 4, 8), (2, 5, 4, 8), {"order": "random"}, "order must be None or one of"),
+        ((2, 5, 4, 8), (2, 0, 4, 8), {"backend": "abacus"}, "backend must be None or one of"),
+        ((0, 5, 4, 8), (0, 5, 4, 8), {"key_mask": "x"}, "key_mask must be a bool tensor"),
+        ((0, 5, 4, 8), (0, 5, 4, 8), {"documents": torch.zeros(0, 4).long()}, "documents must have shape"),
+        ((0, 5, 4, 8), (0, 5, 4, 8), {"key_lens": torch.zeros(1).long()}, "key_lens must have shape"),
     ],
 )
 def test_wrong_arguments(q: tuple[int, ...], k: tuple[int, ...], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         attend(torch.zeros(q), torch.zeros(k), torch.zeros(k), **arguments)
     assert message in str(raised.value)
+
+
+def test_values_are_checked_though_their_width_differs_and_nothing_is_computed() -> None:
+    x, values = torch.zeros(1, 5, 4, 8), torch.zeros(1, 5, 4, 6).long()
+    upper: dict[str, Any] = {"is_causal": True, "alignment": "upper_left"}
+    several: list[dict[str, Any]] = [{}, upper, {"key_lens": torch.tensor([0])}]
+    for given in several:
+        with pytest.raises(InvalidInput, match=r"v must be one of torch\.float16"):
+            attend(x[:, :0], x, values, **given)
 
 
 @pytest.mark.parametrize("width", [8, 64])

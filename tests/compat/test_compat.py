@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from attn_dispatch import compat
+from attn_dispatch.decisions.call import observing
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.problem import Problem
 from tests.support.calls import close
 from tests.support.pairwise import crossed
 
@@ -117,6 +120,24 @@ def test_what_flash_attn_has_and_attend_not() -> None:
         compat.flash_attn_varlen_func(q, q, q, starts, starts + 1, 6, 6)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_flash_attn_compiled() -> None:
+    """Whole; deterministic passes between graphs, which do not hold the mode."""
+    q, starts = drawn(20, 4, 8), torch.tensor([0, 5, 20], dtype=torch.int32)
+
+    def run(q: Tensor, deterministic: bool = False) -> Any:
+        one = compat.flash_attn_func(q[None], q[None], q[None], causal=True, deterministic=deterministic)
+        return one[0] + compat.flash_attn_varlen_func(q, q, q, starts, starts, 15, 15, window_size=(3, 0))
+
+    whole: Any = torch.compile(run, backend="eager", fullgraph=True)
+    assert close(whole(q), run(q).double())
+    between: Any = torch.compile(run, backend="eager")
+    seen = list[Problem]()
+    with observing(seen.append):
+        assert close(between(q, True), run(q).double())
+    assert seen[0].deterministic
+
+
 # --- scaled_dot_product_attention -------------------------------------------------------------------------------------
 
 
@@ -168,6 +189,8 @@ def test_sdpa_with_grouped_heads() -> None:
         ({"attn_mask": torch.ones(9, 9), "is_causal": True}, "give attn_mask or is_causal, not both"),
         ({"attn_mask": torch.ones(9, 9, dtype=torch.int64)}, "attn_mask must be a bool or floating-point tensor"),
         ({"attn_mask": torch.ones(3, 9)}, "attn_mask must be broadcastable to [2, 4, 9, 9], got [3, 9]"),
+        ({"enable_gqa": torch.ones(2)}, "enable_gqa must be True or False"),
+        ({"is_causal": torch.ones(2)}, "is_causal must be True or False"),
         ({"attn_mask": torch.ones(3, 1, 1, 9, 9)}, "to [2, 4, 9, 9], got [3, 1, 1, 9, 9]"),
     ],
 )
@@ -222,6 +245,12 @@ def test_other_shapes_and_a_tensor() -> None:
     out = compat.memory_efficient_attention(q, k, k)
     assert out.shape == q.shape
     assert close(out.flatten(2, 3), compat.memory_efficient_attention(flat, whole, whole).double())
+    for one, other, third in product((k, drawn(2, 6, 2, 3, 8, seed=1)), repeat=3):
+        out = compat.memory_efficient_attention(one, other, third)
+        expected = compat.memory_efficient_attention(one.contiguous(), other.contiguous(), third.contiguous())
+        assert close(out, expected.double())
+    with pytest.raises(InvalidInput, match="same number of groups of heads"):
+        compat.memory_efficient_attention(q, drawn(2, 6, 3, 2, 8), drawn(2, 6, 3, 2, 8))
     added = drawn(2, 2, 3, 6, 6)
     out = compat.memory_efficient_attention(q, k, k, added)
     expected = compat.memory_efficient_attention(flat, whole, whole, added.flatten(1, 2))
@@ -233,13 +262,17 @@ def test_other_shapes_and_a_tensor() -> None:
         assert close(out[row], definition(x, x, x, torch.ones(6, 6, dtype=torch.bool), bias[row])[0][:, 0])
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("other", [(0, 5, 9, 20), (0, 8, 9, 15)])
-def test_block_diagonal_masks(causal: bool, other: tuple[int, ...]) -> None:
-    own = (0, 5, 9, 20)
-    q, k = drawn(1, 20, 2, 8), drawn(1, other[-1], 2, 8, seed=1)
+def blocks(causal: bool, own: tuple[int, ...], other: tuple[int, ...]) -> Any:
     name = "BlockDiagonalCausalMask" if causal else "BlockDiagonalMask"
-    out = compat.memory_efficient_attention(q, k, k, mask_of(name, q_seqinfo=starts(*own), k_seqinfo=starts(*other)))
+    return mask_of(name, q_seqinfo=starts(*own), k_seqinfo=starts(*other))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("own", [(0, 5, 9, 20), (0, 3, 3, 20)])
+@pytest.mark.parametrize("other", [(0, 5, 9, 20), (0, 8, 9, 15), (0, 4, 6, 6)])
+def test_block_diagonal_masks(causal: bool, own: tuple[int, ...], other: tuple[int, ...]) -> None:
+    q, k = drawn(1, 20, 2, 8), drawn(1, other[-1], 2, 8, seed=1)
+    out = compat.memory_efficient_attention(q, k, k, blocks(causal, own, other))
     for a, b, c, d in zip(own, own[1:], other, other[1:]):
         seen = (
             torch.arange(d - c) <= torch.arange(b - a)[:, None]
@@ -247,6 +280,35 @@ def test_block_diagonal_masks(causal: bool, other: tuple[int, ...]) -> None:
             else torch.ones(b - a, d - c, dtype=torch.bool)
         )
         assert close(out[0, a:b], definition(q[0, a:b], k[0, c:d], k[0, c:d], seen)[0])
+
+
+STARTS: dict[str, tuple[list[int], list[int], int, str]] = {
+    "more queries": ([0, 4, 13], [0, 8, 20], 20, "q"),
+    "fewer queries": ([0, 4, 9], [0, 8, 20], 20, "q"),
+    "more keys": ([0, 4, 10], [0, 8, 22], 20, "k"),
+    "fewer keys": ([0, 4, 10], [0, 8, 12], 20, "k"),
+    "fewer of both": ([0, 4, 8], [0, 4, 8], 10, "q"),
+    "one more key": ([0, 4, 10], [0, 4, 11], 10, "k"),
+    "late": ([1, 10], [0, 20], 20, "q"),
+    "falling": ([0, 8, 4, 10], [0, 8, 9, 20], 20, "q"),
+    "none": ([], [0, 20], 20, "q"),
+    "another number": ([0, 4, 10], [0, 4, 8, 20], 20, "lengths"),
+    "values": ([0, 4, 10], [0, 8, 20], 21, "lengths"),
+}
+
+
+@pytest.mark.parametrize(("own", "other", "values", "what"), STARTS.values(), ids=STARTS)
+def test_starts_of_other_tensors(own: list[int], other: list[int], values: int, what: str) -> None:
+    """Queries without a result, and keys that nobody sees, are not passed over in silence."""
+    q, k, v = drawn(10, 2, 8), drawn(20 if values > 10 else 10, 2, 8), drawn(values, 2, 8)
+    text = "equal lengths" if what == "lengths" else f"{what}.* must rise from 0 to"
+    for causal in (False, True):
+        with pytest.raises(InvalidInput, match=text):
+            compat.memory_efficient_attention(q[None], k[None], v[None], blocks(causal, tuple(own), tuple(other)))
+        given = torch.tensor(own, dtype=torch.int32), torch.tensor(other, dtype=torch.int32)
+        if own != other:
+            with pytest.raises(InvalidInput, match=text):
+                compat.flash_attn_varlen_func(q, k, v, given[0], given[1], 9, 9, causal=causal)
 
 
 def test_what_xformers_has_and_attend_not() -> None:

@@ -17,6 +17,8 @@ from attn_dispatch.spec import tracing
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
+Axes = tuple[int, ...]
+
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -37,6 +39,40 @@ def test_replacing_sdpa() -> None:
     torch.testing.assert_close(found, expected)
     assert replaced.routed == 1
     assert "attn_mask must be a bool or floating-point tensor" in str(replaced)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((3, 4), (), ()), ((3, 4), (4,), (4,)), ((3, 4), (1,), (3, 1)), ((), (3, 4), (3, 4)), ((3, 1), (1, 4), (4,)),
+        ((3, 4), (), (3, 4)), ((3, 4), (3, 4), ()), ((4,), (), ()), ((), (), (4,)), ((2, 3, 4), (3, 1), (3, 4)),
+        ((3, 4), (3, 3), (3, 3)), ((3, 4), (2, 4), (2, 4)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_shapes_that_torch_broadcasts(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], with_mask: bool
+) -> None:
+    """Axes before the last two; those that do not fit raise what PyTorch raises."""
+    x, y, z = (drawn(*axes, size, 8).requires_grad_() for axes, size in ((q, 5), (k, 7), (v, 7)))
+    mask = drawn(*q, 1, 7) if with_mask else None
+
+    def run() -> list[Tensor]:
+        out = functional.scaled_dot_product_attention(x, y, z, mask)
+        return [out, *torch.autograd.grad(out.square().sum(), (x, y, z))]
+
+    with replacing_sdpa() as replaced:
+        try:
+            found = run()
+        except RuntimeError:
+            found = []
+    if not found:
+        with pytest.raises(RuntimeError):
+            run()
+        return
+    assert replaced.routed == 1
+    for one, other in zip(found, run(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_what_torch_spreads_over_ranks_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

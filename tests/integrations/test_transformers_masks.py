@@ -148,8 +148,11 @@ def test_a_layer_that_lost_its_mask(asked: list[str]) -> None:
 
 def test_masks_of_other_sizes(asked: list[str]) -> None:
     keys = masked(integration.masking_utils.causal_mask_function)
-    with pytest.raises(InvalidInput, match=r"the mask is for \[4, 6\] queries and keys, the layer has \[6, 6\]"):
+    with pytest.raises(InvalidInput, match=r"the mask is for \[4, 6\] queries and keys, the layer has \[6, 6, 6\] q"):
         layer(attention_mask=keys[:, :, -4:, :])
+    module, q, k, v = layer_and_tensors()
+    with pytest.raises(InvalidInput, match=r"the layer has \[6, 6, 12\] queries, keys and values"):
+        integration.attention(module, q, k, v.repeat(1, 1, 2, 1), keys)
     assert keys[:, :, -0:, :].shape == keys.shape == (1, 1, 6, 6)
     computing: list[Any] = [
         lambda: keys[:, 0],

@@ -111,6 +111,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "key_mask-shape": ({"key_mask": zeros(2, 11).bool()}, "shape [batch, k_len] = [2, 12], got [2, 11]"),
     "key_mask-rank": ({"key_mask": zeros(2, 4, 12, 12).bool()}, "shape [batch, k_len] = [2, 12], got [2, 4, 12, 12]"),
     "key_mask-device": ({"key_mask": zeros(2, 12, device="meta").bool()}, "key_mask must be on q's device"),
+    "return_lse": ({"return_lse": 1}, "return_lse must be True or False, got 1"),
     "first_head": ({"first_head": 2}, "first_head and all_heads go together, but all_heads is None"),
     "all_heads": ({"all_heads": 2}, "first_head and all_heads go together, but first_head is None"),
     "negative first_head": ({"first_head": -1, "all_heads": 8}, "first_head must be an integer >= 0, got -1"),
@@ -138,9 +139,10 @@ def test_wrong_tensors(case: tuple[Any, Any, Any, str]) -> None:
     refused(message, *tensors)
 
 
+@pytest.mark.parametrize("given", [x, x[:0], x[:, :0]], ids=["whole", "no-rows", "no-tokens"])
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
-    refused(message, x, x, x, **arguments)
+def test_wrong_arguments(arguments: dict[str, Any], message: str, given: Tensor) -> None:
+    refused(message if given is x else "", given, given, given, may_be_empty=True, **arguments)
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_CROSS.values(), ids=BAD_CROSS)

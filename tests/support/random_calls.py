@@ -134,7 +134,7 @@ def _sizes(rng: Random, dtype: torch.dtype) -> dict[str, float]:
 def _add_masks(rng: Random, generator: torch.Generator, call: Call) -> None:
     batch, q_len, k_len = len(call.tensors["q"]), call.tensors["q"].shape[1], call.tensors["k"].shape[1]
     kind = rng.choice(["", "", "", "seq_lens", "documents", "cu_seqlens", "key_lens", "upper_left"])
-    packs = isinstance(call.pattern, Dense | Window | Dilated) and q_len == k_len > 0 and batch > 0
+    packs = isinstance(call.pattern, Dense | Window | Dilated) and q_len == k_len
 
     def counts(low: int, high: int, size: int) -> Tensor:
         kind = rng.choice([torch.int32, torch.int64])
@@ -145,12 +145,13 @@ def _add_masks(rng: Random, generator: torch.Generator, call: Call) -> None:
     elif kind == "documents" and packs:
         call.tensors["documents"] = counts(0, 1, batch * q_len).view(batch, q_len).cumsum(1)
     elif kind == "cu_seqlens" and packs and batch == 1:
-        inner = sorted(rng.sample(range(1, q_len), min(rng.randint(0, 3), q_len - 1)))
+        inner = sorted(rng.randint(0, q_len) for _ in range(rng.randint(0, 3)))
         call.tensors["cu_seqlens"] = torch.tensor([0, *inner, q_len], dtype=rng.choice([torch.int32, torch.int64]))
-    elif kind == "key_lens" and isinstance(call.pattern, Dense | Window) and q_len <= k_len:
-        call.tensors["key_lens"] = counts(q_len, k_len, batch)
-    elif kind == "upper_left" and q_len and k_len:
+    elif kind == "key_lens" and isinstance(call.pattern, Dense | Window):
+        call.tensors["key_lens"] = counts(0, k_len, batch)
+    elif kind == "upper_left":
         call.pattern = Dense(is_causal=True)
+    if kind == "upper_left" or (kind in ("documents", "cu_seqlens") and call.pattern == Dense(is_causal=True)):
         call.options["alignment"] = "upper_left"
     if rng.random() < 0.3:
         share = rng.choice([0.1, 0.5, 0.95])

@@ -21,9 +21,9 @@ from attn_dispatch.decisions.call import resolve
 from attn_dispatch.decisions.graphs.encoding import decoded, encoded_arguments
 from attn_dispatch.decisions.graphs.flops import TENSORS, count_flops
 from attn_dispatch.decisions.unmeasured import check_names
-from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.autograd import gradients, refuse_second, result_known
+from attn_dispatch.kernels.autograd import NO_TANGENTS, gradients, refuse_second, result_known
 from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec import tracing
@@ -258,8 +258,15 @@ def _is_composed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return k.shape[-1] != v.shape[-1] or 0 in (q.numel(), k.numel())
 
 
+def _refuse_tangents() -> None:
+    """An operator does not see which of its inputs had tangents, which PyTorch drops without a word."""
+    if tracing.forward_ad._current_level >= 0:
+        raise BackendFailed(NO_TANGENTS.format("attn_dispatch::attend in a graph"))
+
+
 @torch.library.impl("attn_dispatch::attend", "default")
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _refuse_tangents()
     *arguments, needs_grad, return_lse = rest
     with _as_eager_call(needs_grad):
         inputs = (x.detach().requires_grad_() if needs_grad else x for x in (q, k, v))
@@ -273,6 +280,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 
 @torch.library.register_fake("attn_dispatch::attend")  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _refuse_tangents()
     *_, needs_grad, return_lse = rest
     batch, q_len, heads, _ = q.shape
     shape = (batch, heads, q_len) if needs_grad or return_lse else (0,)
