@@ -414,7 +414,7 @@ def _hashable(value: Any) -> Any:
     if value is None or isinstance(value, tuple | str | bytes | int):
         return value
     if isinstance(value, Tensor):
-        value = tracing.read_on_host("segment_lengths and dilation_rates", value)
+        value = packing.read_on_host("segment_lengths and dilation_rates", value)
     plain = value.tolist() if hasattr(value, "tolist") else value
     try:
         return tuple(plain)

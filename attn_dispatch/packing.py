@@ -17,7 +17,7 @@ from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, notify, observed, resolve
 from attn_dispatch.decisions.decide import decision_for, drop_oldest, lock, on_trial
 from attn_dispatch.decisions.graphs import operators
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
@@ -388,7 +388,18 @@ def _integers(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         kind: Any = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InvalidInput(f"{name} must be an int32 or int64 tensor, got {kind}")
-    return tracing.read_on_host(name, value)
+    return read_on_host(name, value)
+
+
+def read_on_host(name: str, x: Tensor) -> Tensor:
+    """The values of an argument that a call depends on. Raises NoBackend where they are not there to be read."""
+    if tracing.graphed(x):
+        raise NoBackend(f"{name} must be read by the host, so that a graph would hold for these values alone")
+    while tracing.functorch.is_functorch_wrapped_tensor(x):
+        if tracing.functorch.is_batchedtensor(x):
+            raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")
+        x = tracing.functorch.get_unwrapped(x)
+    return x.cpu()
 
 
 def _shortened(values: list[int]) -> str:

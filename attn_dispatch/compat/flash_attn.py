@@ -14,7 +14,8 @@ from torch import Tensor
 from attn_dispatch.compat.sequences import sequences
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec import torch_settings, tracing
+from attn_dispatch.packing import read_on_host
+from attn_dispatch.spec import torch_settings
 from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.problem import dropout
@@ -102,7 +103,7 @@ def flash_attn_varlen_func(
         parts = [_attend(deterministic, q[None], k[None], v[None], pattern, **given)]
     else:
         named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        starts = {name: tracing.read_on_host(name, x).tolist() for name, x in named.items()}
+        starts = {name: read_on_host(name, x).tolist() for name, x in named.items()}
         parts = []
         for row, three in enumerate(sequences(q[None], k[None], v[None], starts)):
             slopes = alibi_slopes[row] if alibi_slopes is not None and by_sequence else alibi_slopes
@@ -144,7 +145,7 @@ def _check_starts(name: str, given: object) -> None:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     names = "cu_seqlens_q and cu_seqlens_k, unless they are one tensor,"
-    return torch.equal(tracing.read_on_host(names, one), tracing.read_on_host(names, other))
+    return torch.equal(read_on_host(names, one), read_on_host(names, other))
 
 
 def _attend(deterministic: bool, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **arguments: Any) -> Any:

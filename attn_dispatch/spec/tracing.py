@@ -33,7 +33,7 @@ _operator = threading.local()
 forward_ad: Any = torch.autograd.forward_ad  #: without types; the level is private
 _SDPA = functional.scaled_dot_product_attention
 _jit_traces: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 - not exported, to type checkers
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
 # Private; torch versions without it trace nothing before autograd.
 _early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 # Private: the fake tensors that torch 2.14 makes in C++ are plain `Tensor`s by type.
@@ -61,12 +61,10 @@ def as_operator(*tensors: object) -> bool:
     It is inside torch.func's grad and vmap, but not where tangents pass through it, nor for tensors of other subclasses
     than a tracer's own, whose operators reach the parts inside.
     """
-    if getattr(_operator, "runs", False):
-        return False
-    if forward_ad._current_level >= 0:
+    if getattr(_operator, "runs", False) or forward_ad._current_level >= 0:
         return False
     if is_transformed():
-        return _transforms() <= {_functorch.TransformType.Grad, _functorch.TransformType.Vmap}
+        return _transforms() <= {functorch.TransformType.Grad, functorch.TransformType.Vmap}
     if any(_wrapped(x) and not isinstance(x, _TRACERS) for x in tensors):
         return False
     return graphed(*tensors) or any(not isinstance(mode, _HARMLESS) for mode in _modes())
@@ -153,13 +151,12 @@ def is_transformed() -> bool:
 
 def is_mapped() -> bool:
     """Whether torch.vmap is active; jacfwd, jacrev and hessian call it too."""
-    return is_transformed() and _functorch.TransformType.Vmap in _transforms()
+    return functorch.TransformType.Vmap in _transforms()
 
 
 def differentiates() -> bool:
     """Whether torch.func or forward mode takes derivatives; torch.compile asks this, too, while it traces."""
-    by_torch_func = is_transformed() and bool(_transforms() - {_functorch.TransformType.Vmap})
-    return forward_ad._current_level >= 0 or by_torch_func
+    return forward_ad._current_level >= 0 or bool(_transforms() - {functorch.TransformType.Vmap})
 
 
 vars(differentiates)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, which loads SymPy
@@ -173,20 +170,9 @@ def has_tangents(*tensors: object) -> bool:
     return is_transformed() or any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
-def read_on_host(name: str, x: Tensor) -> Tensor:
-    """The values of an argument that a call depends on. Raises NoBackend where they are not there to be read."""
-    if graphed(x):
-        raise NoBackend(f"{name} must be read by the host, so that a graph would hold for these values alone")
-    while _functorch.is_functorch_wrapped_tensor(x):
-        if _functorch.is_batchedtensor(x):
-            raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")
-        x = _functorch.get_unwrapped(x)
-    return x.cpu()
-
-
 def _transforms() -> set[Any]:
-    """The kinds of the active transforms of torch.func, of which there is one."""
-    return {each.key() for each in _functorch.get_interpreter_stack()}
+    """The kinds of the active transforms of torch.func."""
+    return {each.key() for each in functorch.get_interpreter_stack() or ()}
 
 
 def _wrapped(x: object) -> bool:

@@ -30,8 +30,6 @@ def count_flops() -> None:
 
 
 def _pairs(q: Any, k: Any, code: str, numbers: Any) -> int:
-    if not (q[0] and q[1] and k[1]):
-        return 0
     return int(q[0]) * pair_count(decoded(code, tuple(map(int, numbers))), int(q[1]), int(k[1]), int(q[2]))
 
 
