@@ -239,8 +239,11 @@ def test_transforms_of_torch_func(pattern: Pattern) -> None:
 
 def test_what_cannot_be_counted_is_refused_by_name() -> None:
     q, k, v = qkv()
-    with FlopCounterMode(display=False), pytest.raises(InvalidInput, match="needs q_len <= k_len, got 16 and 0"):
-        attend(q, k[:, :0], v[:, :0], Dilated((4, 8), (1, 2)))
+    with FlopCounterMode(display=False):
+        with pytest.raises(InvalidInput, match="needs q_len <= k_len, got 16 and 0"):
+            attend(q, k[:, :0], v[:, :0], Dilated((4, 8), (1, 2)))
+        with pytest.raises(InvalidInput, match="must be on one device, got cpu, cpu, meta"):
+            attend(q, k, v.to("meta"))
 
 
 def test_vmap_of_nothing_and_what_cannot_be_mapped() -> None:

@@ -173,6 +173,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, layout: object) -> None:
     if layout not in LAYOUTS:
         raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
     common_dtype({"q": q, "k": k, "v": v})
+    if not q.device == k.device == v.device:
+        raise InvalidInput(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
 
 
 def _kind(x: Tensor) -> str:
