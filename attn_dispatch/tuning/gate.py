@@ -126,10 +126,11 @@ class Gate:
             first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
         )
 
-    def prepare(self, candidate: Candidate, call: Callable[[], object]) -> Rejected | None:
-        """Run a backend's `prepare`, which it needs once per machine; the rejection if that fails, else None."""
-        version, where = candidate.version, self.address.silicon
-        limit_s = PREPARE_LIMIT * timeout_s()
+    def prepare(self, candidate: Candidate) -> Rejected | None:
+        """Run a backend's `prepare`, if it has one, once per machine; the rejection if that fails, else None."""
+        version, where, limit_s = candidate.version, self.address.silicon, PREPARE_LIMIT * timeout_s()
+        if (call := getattr(candidate.backend, "prepare", None)) is None:
+            return None
         try:
             # A compiler is another program: only a crash of this process counts, as where its library is loaded.
             with crash_marker(cache_folder(), where, candidate.name, version, "its prepare()", crashes_only=True):

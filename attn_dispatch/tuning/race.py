@@ -438,8 +438,7 @@ def why_refuted(request: Request, name: CandidateId) -> str:
 
 def _why_slower(request: Request, gate: Gate, example: Example, decided: Candidate, static: Candidate) -> str:
     """Why the decided candidate failed, or is slower than the static choice; empty where neither is so."""
-    found = {each.title: _admitted(gate, each) for each in (decided, static)}
-    mine, other = found[decided.title], found[static.title]
+    mine, other = (gate.prepare(each) or exhausted(gate.admit(each)) for each in (decided, static))
     if isinstance(mine, Rejected) or isinstance(other, Rejected):
         return mine.reason if isinstance(mine, Rejected) else ""
     times = {decided.title: mine.call_ms, static.title: other.call_ms}
@@ -457,11 +456,6 @@ def _why_slower(request: Request, gate: Gate, example: Example, decided: Candida
         forget(request.problem)
     ratio = times[decided.title] / times[static.title]
     return f"{ratio:.3g} times the time of {static.title} here" if ratio > CHECK_RATIO else ""
-
-
-def _admitted(gate: Gate, candidate: Candidate) -> Admitted | Rejected:
-    prepare = getattr(candidate.backend, "prepare", None)
-    return (gate.prepare(candidate, prepare) if prepare is not None else None) or exhausted(gate.admit(candidate))
 
 
 def _expected_calls() -> int:

@@ -201,18 +201,14 @@ class _Rules:
         # "Surely faster" need not be transitive: the candidate of the least median stays in any case.
         least = min(timings, key=lambda name: timings[name].median_ms, default="")
         free = timings.keys() - self.incumbents
-        out = {
-            name for name in free - {least} if any(seen[rival, name] == "faster" for rival in timings.keys() - {name})
-        }
+        out = {name for name in free - {least} if any(seen[a, name] == "faster" for a in timings.keys() - {name})}
         incumbents = timings.keys() & self.incumbents
         if incumbents:
             out |= {name for name in free if all(seen[name, incumbent] == "not" for incumbent in incumbents)}
         remaining = free - out
         if remaining:
             out |= {name for name in incumbents if all(seen[rival, name] == "faster" for rival in remaining)}
-        return out, any(
-            seen[name, rival] == "open" for name in remaining for rival in (remaining | incumbents) - {name}
-        )
+        return out, any(seen[a, b] == "open" for a in remaining for b in (remaining | incumbents) - {a})
 
     def test_fastest(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
         """Like `test_comparisons`, of a disturbed race: by each candidate's fastest samples."""
@@ -223,10 +219,7 @@ class _Rules:
         return out, not all(known)
 
     def fine(self, timings: Mapping[str, Timing]) -> bool:
-        return all(
-            median_interval(timing.samples_ms).half_width < self.target * timing.median_ms
-            for timing in timings.values()
-        )
+        return all(median_interval(x.samples_ms).half_width < self.target * x.median_ms for x in timings.values())
 
 
 @dataclass

@@ -383,12 +383,11 @@ class Trial:
 
     def _prepare(self, candidate: Candidate, gate: Gate) -> Rejected | None:
         """Run the backend's `prepare` once per trial, outside the budget; its rejection, if it failed."""
-        prepare = getattr(candidate.backend, "prepare", None)
-        if prepare is None or candidate.name in self.prepared:
-            return self.prepared.get(candidate.name)
+        if candidate.name in self.prepared:
+            return self.prepared[candidate.name]
         start = self.clock()
         try:
-            found = self.prepared[candidate.name] = gate.prepare(candidate, prepare)
+            found = self.prepared[candidate.name] = gate.prepare(candidate)
         finally:
             self.outside_s += self.clock() - start
         return found
