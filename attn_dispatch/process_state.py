@@ -49,6 +49,11 @@ def lock() -> threading.Lock:
     return made
 
 
+#: Held while a thread starts another one: until that one runs, CPython takes the identity of its parent for its own, so
+#: that an exception for the parent would end it, and the parent would wait for it for ever.
+starting = lock()
+
+
 def _free_locks() -> None:
     for each in _locks:
         each._at_fork_reinit()  # type: ignore[attr-defined]

@@ -110,10 +110,10 @@ class Kept(Generic[P, T]):
         key = (problem, *more) if self.key is None else self.key(problem, *more)
         table = self._tables.get(key)
         if table is None:
+            found = made_on(problem.device, self.make, problem, *more, **none)  # it may hang: without the lock
             with self._lock:
-                table = self._tables.get(key)
+                table = self._tables.get(key)  # another thread may have been faster
                 if table is None:
-                    found = made_on(problem.device, self.make, problem, *more, **none)
                     table = _Table(found, self.size(found), problem.device)
                     self._make_room(table.size)
                     self._tables[key] = table

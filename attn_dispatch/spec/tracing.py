@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput, NoBackend
 
 # Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
@@ -136,8 +137,18 @@ def make_plain(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 def in_new_thread(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `make` returns where nothing of this thread reaches it."""
-    with ThreadPoolExecutor(max_workers=1) as new_thread:
-        return new_thread.submit(make, *args, **kwargs).result()
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(make(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            found.set_exception(error)
+
+    thread = threading.Thread(target=run, name="attn-dispatch-tables", daemon=True)
+    with process_state.starting:
+        thread.start()
+    return found.result()
 
 
 def _modes() -> list[Any]:

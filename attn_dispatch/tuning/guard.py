@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
+from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.log import say_once
 from attn_dispatch.machine.devices import cuda_devices, default_device, resolve
@@ -119,14 +120,18 @@ class _Worker:
         self.running = False
         self.stopping = False
         self.thread = threading.Thread(target=self._loop, name="attn-dispatch-trial", daemon=True)
-        self.thread.start()
+        with process_state.starting:
+            self.thread.start()
 
     def stop(self) -> None:
         """Raise `_Stop` in the thread as soon as it runs Python code; it takes no more jobs."""
+        held = process_state.starting.acquire(timeout=GRACE_S)  # else a thread that it starts would get it
         with self.ending:
             self.stopping = True
             if self.running and (ident := self.thread.ident) is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stop))
+        if held:
+            process_state.starting.release()
         self.jobs.put(None)
 
     def _loop(self) -> None:

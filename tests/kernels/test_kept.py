@@ -129,3 +129,25 @@ def test_what_is_kept_is_bounded(streams: Any) -> None:
     assert streams.waits.count("device") == 1
     found.append(weakref.ref(kept(problem(8))[0]))  # 48 bytes with the one before
     assert alive(found) == [True, False, False, False, True]
+
+
+def test_a_table_whose_making_hangs_blocks_no_other() -> None:
+    """Its thread is abandoned: a lock that it held would be held for ever."""
+    released, begun = threading.Event(), threading.Event()
+
+    def make(_: Problem) -> Tensor:
+        begun.set()
+        assert released.wait(60)
+        return torch.zeros(1)
+
+    kept, asked = Kept(make), problem()
+    thread = threading.Thread(target=kept, args=(asked,), daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    other = threading.Thread(target=kept.forget, args=(asked,), daemon=True)
+    other.start()
+    other.join(60)
+    assert not other.is_alive()
+    released.set()
+    thread.join(60)
+    assert torch.equal(kept(asked), torch.zeros(1))

@@ -309,6 +309,26 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert (code_, out) == (0, "7\n")
 
 
+def test_a_call_that_is_ended_while_it_starts_a_thread() -> None:
+    """That thread must not get the exception for its parent, which would wait for it for ever, and hold locks."""
+    code = """
+import sys
+from attn_dispatch.spec.tracing import in_new_thread
+from attn_dispatch.tuning.guard import TimedOut, run_guarded
+sys.setswitchinterval(1e-6)
+def start_threads():
+    while True:
+        in_new_thread(int)
+for _ in range(100):
+    try:
+        run_guarded(start_threads, 0.003)
+    except TimedOut:
+        pass
+print(in_new_thread(lambda: 7))
+"""
+    assert run(code)[:2] == (0, "7\n")
+
+
 def test_guarded_calls_while_the_interpreter_ends() -> None:
     code = """
 import atexit

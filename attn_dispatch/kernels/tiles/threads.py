@@ -15,6 +15,8 @@ from functools import lru_cache
 
 import torch
 
+from attn_dispatch import process_state
+
 POLL_S = 0.05  #: returns to Python this often, so that an exception raised in this thread is noticed
 PIECES_PER_THREAD = 2  #: with fewer pieces, splitting each operation over threads uses more threads
 
@@ -107,7 +109,8 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(threads, thread_name_prefix="attn-dispatch-tiles", initializer=begin)
     try:
         for _ in range(threads):
-            pool.submit(started.wait)
+            with process_state.starting:
+                pool.submit(started.wait)
         started.wait()
     except BaseException:
         started.abort()  # else the threads that have started wait for ever, and the interpreter's end for them
