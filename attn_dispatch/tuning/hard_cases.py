@@ -33,6 +33,7 @@ from attn_dispatch.tuning.rounds import Steps, exhausted
 
 CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
+HUGE_SCORE = 1e9  #: absolute value of one of which float32 has no digits after the point
 LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, in float16, whose maximum is 65504
 OUTLIER = 2.0**10  #: factor on one entry of head_dim, as of models whose activations have outliers
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
@@ -77,6 +78,7 @@ class CaseSpec:
     odd_masks: bool = False  #: int32 seq_lens, masks that are not contiguous
     odd: tuple[bool, ...] = (False,) * 4  #: q, k, v and the gradient lie one entry past an aligned address; masks as q
     all_sizes: bool = False  #: zeros, denormal numbers and outliers
+    low: float = 0.0  #: by this, at most, a bias or slopes lower all scores of a row
     hidden: bool = False  #: NaN and infinity in keys that no query sees, and in padding queries
 
 
@@ -148,6 +150,9 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     # Time and memory grow with head_dim.
     even, odd, short, many = next(each for most, each in LENGTHS.items() if problem.head_dim <= most)
     masks = problem.has_seq_lens + problem.has_key_mask
+    # Tolerances grow with scores: these find NaN, and what is far too large. CUDA's libraries are not asked.
+    lows = [HUGE_SCORE] * bool(problem.bias or problem.alibi_axes) + [math.inf] * bool(problem.bias)
+    lows = lows if problem.device.type == "cpu" else []
     hides = problem.masked or bool(problem.bias) or unseen_keys(small(1, even)) is not None
     return (
         CaseSpec("large scores", small(1, even), own, large=True),
@@ -155,6 +160,7 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
         CaseSpec("", small(max(2, 1 + masks), 1, many if unequal else 1), own, empty=True),
         CaseSpec("packed views", small(2, odd), VIEWS, odd_masks=True),
         CaseSpec("scattered views of all sizes", small(2, odd), SCATTERED, odd_masks=True, odd=ODD_K, all_sizes=True),
+        *[CaseSpec("hugely negative rows", small(1, odd, short if unequal else odd), own, low=each) for each in lows],
         *[CaseSpec("NaN that is hidden", small(2, even), own, hidden=True)] * hides,
         *[CaseSpec("at the end of longer keys", small(2, short, odd), own, hidden=True)] * at_end,
         *[CaseSpec("at the end of longer keys", small(1, 1, even), own, hidden=True)] * at_end,
@@ -358,6 +364,12 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
             visible[-1] = False
         masks["key_mask"] = visible.to(problem.device)
     masks |= score_tensors(problem, generator, hides=True, empty=spec.empty)
+    if spec.low and problem.alibi_axes:
+        masks["alibi_slopes"] *= HUGE_SCORE
+    if spec.low and problem.bias:
+        bias, low = masks["bias"], max(-spec.low, torch.finfo(problem.dtype).min)
+        rows = torch.tensor([low, -LARGEST_SCORE, 0.0], dtype=torch.float64)[torch.arange(problem.q_len) % 3, None]
+        masks["bias"] = torch.where(bias.isfinite(), rows.to(bias), bias)
     for name, x in masks.items():
         strides = tuple(step * (2 if spec.odd_masks else 1) for step in x.stride())
         masks[name] = between_nans(x.detach(), strides, spec.odd[0]).requires_grad_(x.requires_grad)

@@ -372,7 +372,7 @@ class _Sample:
         bias = masks["bias"].detach() if problem.bias_needs_grad else None
         others = {name: x.detach() for name, x in masks.items() if bias is None or name != "bias"}
         terms = formula.score_terms_of(problem, heads.tolist(), rows, others, torch.float64)
-        bias = None if bias is None else formula.rows_of_bias(bias, heads.tolist(), rows)
+        bias = None if bias is None else formula.bounded(formula.rows_of_bias(bias, heads.tolist(), rows), bias.dtype)
         return cls(problem, q, keys, values, grad, lse, counts, index, terms, bias)
 
     def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:

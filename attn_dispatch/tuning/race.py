@@ -48,9 +48,8 @@ CHECK_ROUNDS, CHECK_S = 3, 0.005  #: calls of each candidate, and seconds that t
 CHECK_RATIO = 1.10  #: time over the static choice's from which the choice is refuted
 CLEAR_RATIO = 2.0  #: ratio of long calls from which one of each is enough
 MAY_WIN_RATIO = 1.5  #: a candidate left out at a lower ratio might still be the fastest
-# Of the look at results of timed calls.
-LOOK_SHARE = 0.03  #: share of the time of samples that it may take
-LOOKED_AT = 2**13  #: entries of each tensor
+LOOK_SHARE = 0.03  #: share of the time of samples that looks at their results may take
+LOOKED_AT = 2**13  #: entries of each tensor, about
 
 Calls = Mapping[str, Callable[[], object]]
 

@@ -91,7 +91,9 @@ def test_the_gate_admits_every_backend_that_accepts(
         gate = Gate(request.problem, request.address, make(request.problem))
         found = exhausted(gate.admit(candidate))
         assert isinstance(found, Admitted), found
-        assert exhausted(gate.check_hard_cases(candidate)) is None
+        rejected = exhausted(gate.check_hard_cases(candidate))
+        # Without its compiler, which no trial does without, PyTorch's flex_attention has no right gradients there.
+        assert rejected is None or (backend == "flex" and "hugely negative rows" in rejected.reason), rejected
 
 
 def test_who_computes_what() -> None:

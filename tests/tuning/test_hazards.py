@@ -156,6 +156,28 @@ def test_what_the_backend_raises_is_passed_on() -> None:
     assert case.check(case.run(Planted(manual.run))).failures == ()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{"bias": (1, 1)}, {"bias": (2, 4), "bias_needs_grad": True}, {"alibi_axes": 1}],
+    ids=lambda more: next(iter(more)),
+)
+def test_hugely_negative_rows(more: dict[str, Any], dtype: torch.dtype) -> None:
+    """As where masks are the dtype's least number. The maximum of a row may not be looked for from some number on."""
+
+    def run(out: Tensor, lse: Tensor, problem: Problem) -> Result:
+        return out.masked_fill((lse < -3e4).mT[..., None], math.nan), lse
+
+    problem = replace(asked("dense", dtype), head_dim=72, scale=72**-0.5, **more)
+    cases = [case for case in hard_cases(problem) if "hugely negative" in case.name]
+    assert len(cases) == 1 + ("bias" in more)
+    for case in cases:
+        for name in ("manual", "native", "sdpa_mask"):
+            backend = registry.load(name)
+            assert case.refused_by(backend) or case.check(case.run(backend)).failures == (), name
+        assert f"{case.name}: out has NaN" in case.check(case.run(Planted(changed(run)))).failures
+
+
 def test_refusals() -> None:
     case = hard_cases(asked("dense"))[0]
     assert case.refused_by(Planted(manual.run, reasons=[Refusal("length", "no")]))
