@@ -53,10 +53,10 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 LINES = {
     "api": 1700,
     "backends": 2550,
-    "base": 300,
-    "cli": 4450,
+    "base": 305,
+    "cli": 4470,
     "compat": 550,
-    "decisions": 3000,
+    "decisions": 3025,
     "entry": 130,
     "integrations": 1450,
     "kernels": 10400,
@@ -65,12 +65,12 @@ LINES = {
     "nn": 1700,
     "profiles": 10,
     "ring": 4650,
-    "spec": 2250,
+    "spec": 2325,
     "store": 2600,
     "testing": 1000,
-    "tuning": 4550,
+    "tuning": 4560,
 }
-BESIDE = {"tests": 44000, "tools": 13350}  #: the same for the folders beside the package
+BESIDE = {"tests": 44700, "tools": 13350}  #: the same for the folders beside the package
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
