@@ -111,9 +111,12 @@ RUNS: dict[str, Run] = {
 }
 
 
+SLOW_KIND = pytest.param("symbolic", marks=pytest.mark.full)  # takes ten seconds
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
 @pytest.mark.parametrize("rows", [2, 0])
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", [*(kind for kind in RUNS if kind != "symbolic"), SLOW_KIND])
 def test_every_wrong_value_is_refused_by_name(kind: str, rows: int, set_mode: Any) -> None:
     set_mode("off")
     qkv = [torch.randn(rows, 4, heads, 8) for heads in (2, 1, 1)]

@@ -171,7 +171,7 @@ def test_the_backward_pass_of_a_part_takes_results_in_any_layout(backend: str, l
     q, k, v, grad = torch.randn(4, *shape)
     solver: Any = registry.load(backend)
     forward = solver.partial(problem, key_mask).forward(q, k, v)
-    given = dict(zip(("q", "k", "v", "out", "lse"), (q, k, v, *forward)))
+    given: dict[str, Tensor] = dict(zip(("q", "k", "v", "out", "lse"), (q, k, v, *forward)))
     given.update(grad=grad, grad_lse=torch.randn(2, 2, 16), key_mask=key_mask)
     found = []
     for tensors in laid_out(layout, given):
