@@ -22,7 +22,7 @@ from attn_dispatch import process_state
 from attn_dispatch.decisions.call import observing
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.autograd import is_result_known
-from attn_dispatch.kernels.kept import capturing
+from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import record_file
 from attn_dispatch.spec.problem import Problem

@@ -24,7 +24,7 @@ from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
 from attn_dispatch.kernels.dense import FLASH3, Kernel, vector_aligned
-from attn_dispatch.kernels.kept import refuse_capture
+from attn_dispatch.kernels.device_cache import refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.machine import code_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Window

@@ -27,12 +27,12 @@ from attn_dispatch.kernels.contract import (
     refuse_pattern,
     refuse_ranks,
 )
+from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
 from attn_dispatch.kernels.flex import requirements
 from attn_dispatch.kernels.flex.blocks import blocks_of, distinct_heads
 from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function, score_function
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.kept import Kept, refuse_capture
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.environment import installed
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
@@ -250,7 +250,9 @@ def _attention(problem: Problem, order: str) -> _CompiledAttention:
     return _CompiledAttention(_function(problem, positions), block_table_bytes(problem, order), moved, back)
 
 
-_compiled = Kept(_attention, size=lambda found: found.block_table_bytes, most=MAX_COMPILED, most_bytes=TABLE_LIMIT)
+_compiled = DeviceCache(
+    _attention, size=lambda found: found.block_table_bytes, most=MAX_COMPILED, most_bytes=TABLE_LIMIT
+)
 forget = _compiled.forget
 
 

@@ -14,9 +14,9 @@ from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece, StridedRows, plan_of
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.formula import bounded, score_terms_of
 from attn_dispatch.kernels.heads import head_classes, kv_heads_of
-from attn_dispatch.kernels.kept import Kept
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
@@ -115,7 +115,7 @@ def _masks(problem: Problem) -> tuple[branches.Bias, ...]:
     return tuple(_bias(problem, heads[0], wide) for heads in _head_runs(problem))
 
 
-_biases = Kept(_masks, _key, most_bytes=MASK_LIMIT)
+_biases = DeviceCache(_masks, _key, most_bytes=MASK_LIMIT)
 forget = _biases.forget
 
 

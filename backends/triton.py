@@ -23,8 +23,8 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
+from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.kept import Kept, refuse_capture
 from attn_dispatch.kernels.triton import blocks as triton_blocks
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import (
@@ -377,7 +377,7 @@ def _launch_block(
     )
 
 
-_listed = Kept(work_list_of)
+_listed = DeviceCache(work_list_of)
 
 
 def _on_cpu(problem: Problem) -> Problem:
@@ -391,7 +391,7 @@ def _work_of(problem: Problem, side: Side, block: BlockConfig, order: str) -> Wo
     return work.to(problem.device)
 
 
-_on_device = Kept(_work_of)
+_on_device = DeviceCache(_work_of)
 
 
 @lru_cache(maxsize=4096)
@@ -404,7 +404,7 @@ def _launches_of(problem: Problem, side: Side, block: BlockConfig, order: str) -
     return launch_order_of(problem, side, work, order, _l2_cache(problem.device), block.warps).to(problem.device)
 
 
-_launched = Kept(_launches_of)
+_launched = DeviceCache(_launches_of)
 
 
 def _list_bytes(problem: Problem) -> int:

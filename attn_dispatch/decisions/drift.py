@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from attn_dispatch.kernels.kept import capturing
+from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, sentinel_share
 from attn_dispatch.spec.problem import Problem

@@ -35,7 +35,7 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import is_result_known
 from attn_dispatch.kernels.contract import runner
-from attn_dispatch.kernels.kept import capturing
+from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.log import logger
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.problem import Problem

@@ -67,7 +67,7 @@ def kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tenso
     """The key head of each of these query heads, int64 on the device, cached. Nothing is copied from host memory, which
     would wait for the device and cannot be captured in a CUDA graph.
     """
-    from attn_dispatch.kernels.kept import capturing
+    from attn_dispatch.kernels.device_cache import capturing
 
     if capturing(device):
         return _kv_head_index(heads, group, device)  # not cached: the graph fills it at each replay, in its own memory
@@ -76,7 +76,7 @@ def kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tenso
 
 @lru_cache(maxsize=1024)
 def _cached_kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:
-    from attn_dispatch.kernels.kept import made_on
+    from attn_dispatch.kernels.device_cache import made_on
 
     return made_on(device, _kv_head_index, heads, group, device)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
+from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.formula import multiplicity_of
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
-from attn_dispatch.kernels.kept import Kept
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
@@ -169,7 +169,7 @@ def _found_unseen(problem: Problem) -> Tensor | None:
     return found if found is not None and found.any() else None
 
 
-_unseen = Kept(_found_unseen, _key)
+_unseen = DeviceCache(_found_unseen, _key)
 
 
 def _find_unseen(

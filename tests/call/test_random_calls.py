@@ -111,12 +111,13 @@ RUNS: dict[str, Run] = {
 }
 
 
-SLOW_KIND = pytest.param("symbolic", marks=pytest.mark.full)  # takes ten seconds
+#: Those of symbolic lengths take ten seconds.
+KINDS = [pytest.param(kind, marks=[pytest.mark.full] * (kind == "symbolic")) for kind in RUNS]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
 @pytest.mark.parametrize("rows", [2, 0])
-@pytest.mark.parametrize("kind", [*(kind for kind in RUNS if kind != "symbolic"), SLOW_KIND])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_wrong_value_is_refused_by_name(kind: str, rows: int, set_mode: Any) -> None:
     set_mode("off")
     qkv = [torch.randn(rows, 4, heads, 8) for heads in (2, 1, 1)]
@@ -135,7 +136,7 @@ def test_every_wrong_value_is_refused_by_name(kind: str, rows: int, set_mode: An
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_right_result_or_a_refusal_by_name(kind: str, request: pytest.FixtureRequest, set_mode: Any) -> None:
     """Of right and wrong arguments: no bare exception of Python or PyTorch."""
     set_mode("off")

@@ -12,7 +12,7 @@ import torch
 
 from attn_dispatch import attend, explain
 from attn_dispatch.decisions import drift as sentinel
-from attn_dispatch.kernels.kept import capturing
+from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.shapes import problem_of

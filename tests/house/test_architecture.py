@@ -179,7 +179,7 @@ def allowed(importer: str, imported: str) -> bool:
 def test_the_files_are_found() -> None:
     assert {"store.folder", "backends.sdpa", "cli", "ring.rows.layout", "__init__"} <= MODULES.keys()
     own = {"decisions.call", "errors", "kernels.autograd", "log", "settings"}
-    own |= {"kernels.kept", "process_state", "spec.problem", "text"}
+    own |= {"kernels.device_cache", "process_state", "spec.problem", "text"}
     assert imports(MODULES["recording"]) == own
 
 

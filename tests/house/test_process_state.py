@@ -17,7 +17,7 @@ HELD = {
     "compat.sdpa._entered",
     "decisions.decide._deciding",
     "decisions.call._observers",
-    "kernels.kept._captured",
+    "kernels.device_cache._captured",
     "ring.link._connections",
     "machine.child._idle",
     "ring.link._links",

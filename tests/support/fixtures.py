@@ -23,7 +23,7 @@ import torch
 from attn_dispatch import process_state
 from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
-from attn_dispatch.kernels import kept
+from attn_dispatch.kernels import device_cache
 from attn_dispatch.machine import load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
@@ -216,8 +216,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Tables on the CPU are kept as on CUDA; `capturing`: a graph is captured; `waits`: what was waited for."""
     waits: list[str] = []
     found = SimpleNamespace(capturing=False, waits=waits, synchronize=lambda: waits.append("stream"))
-    monkeypatch.setattr(kept, "DEVICES", ("cpu",))
-    monkeypatch.setattr(kept, "_captured", dict[int, object]())
+    monkeypatch.setattr(device_cache, "DEVICES", ("cpu",))
+    monkeypatch.setattr(device_cache, "_captured", dict[int, object]())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append("device"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.heads import head_classes
-from attn_dispatch.kernels.kept import Kept
 from attn_dispatch.kernels.tiles.estimates import most_axes, most_pairs
 from attn_dispatch.kernels.tiles.tables import FULL, MASK_BYTES, TileTable, tables_of
 from attn_dispatch.spec.problem import Problem
@@ -97,7 +97,7 @@ def _lists(problem: Problem, order: str, tile: int) -> TileLists:
     )
 
 
-tile_lists_of = Kept(_lists)
+tile_lists_of = DeviceCache(_lists)
 
 
 def _numbered(tables: Sequence[TileTable]) -> list[Tensor]:

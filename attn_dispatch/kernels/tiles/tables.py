@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels import kept
+from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles.pairs import Branch, Pairs, each_row, pair_counts, pairs_of
@@ -89,11 +89,11 @@ _cached: WeakKeyDictionary[TileTable, dict[Any, Any]] = WeakKeyDictionary()
 def cached_with(table: TileTable, key: object, make: Callable[[], T]) -> T:
     """What is made from a table, cached as long as the table exists where that saves the device a wait."""
     device = table.keys.device
-    if device.type not in kept.DEVICES:
+    if device.type not in device_cache.DEVICES:
         return make()
     found = _cached.setdefault(table, {})
     if key not in found:
-        found[key] = kept.made_on(device, make)
+        found[key] = device_cache.made_on(device, make)
     result: T = found[key]
     return result
 
@@ -112,7 +112,7 @@ def _tables(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
 
 
 #: From a problem, order and tile a table for each class of heads, on the problem's device.
-tables_of = kept.Kept(_tables, _key)
+tables_of = device_cache.DeviceCache(_tables, _key)
 
 
 def tables_at(

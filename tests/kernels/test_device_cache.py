@@ -16,9 +16,9 @@ from torch import Tensor
 from attn_dispatch import BackendFailed, Dense, Neighborhood, Window, attend
 from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.heads import kv_head_index
 from attn_dispatch.kernels.hidden import _unseen
-from attn_dispatch.kernels.kept import Kept
 from attn_dispatch.kernels.tiles.tables import cached_with, tables_of
 from attn_dispatch.spec.orders import SAWTOOTH
 from attn_dispatch.spec.problem import Problem
@@ -109,7 +109,7 @@ def test_tables_are_made_in_no_graphs_memory(streams: Any) -> None:
 
     index = partial(kv_head_index, range(0, 1234, 2), 4, problem().device)
     with torch.inference_mode():
-        made = [Kept(make)(problem()), cached_with(tables_of(problem(), "natural", 8)[0], "key", make)]
+        made = [DeviceCache(make)(problem()), cached_with(tables_of(problem(), "natural", 8)[0], "key", make)]
     assert not any(thread == threading.get_ident() or found.is_inference() for thread, found in made)
     assert index() is index()
     assert streams.waits.count("stream") >= 3
@@ -119,7 +119,7 @@ def test_tables_are_made_in_no_graphs_memory(streams: Any) -> None:
 
 def test_what_is_kept_is_bounded(streams: Any) -> None:
     """Oldest first, after the work of the device; not what a graph was captured with."""
-    kept = Kept(lambda problem: (torch.zeros(problem.batch),), most=3, most_bytes=40)
+    kept = DeviceCache(lambda problem: (torch.zeros(problem.batch),), most=3, most_bytes=40)
     found = [weakref.ref(kept(problem(n))[0]) for n in (1, 2)]
     for streams.capturing in (True, False):
         kept(problem(1))
@@ -140,7 +140,7 @@ def test_a_table_whose_making_hangs_blocks_no_other() -> None:
         assert released.wait(60)
         return torch.zeros(1)
 
-    kept, asked = Kept(make), problem()
+    kept, asked = DeviceCache(make), problem()
     thread = threading.Thread(target=kept, args=(asked,), daemon=True)
     thread.start()
     assert begun.wait(60)

@@ -86,7 +86,7 @@ class _Table(Generic[T]):
     used: int = 0  #: in `_uses`
 
 
-class Kept(Generic[P, T]):
+class DeviceCache(Generic[P, T]):
     """A function of a problem, and more, whose results are kept: the latest `most`, in `most_bytes` together.
 
     Args:
