@@ -109,6 +109,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return made - CLOCK_ERROR <= clock() < end + max(REMEMBERED, end - made)
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether it rests on two deaths that left no note, as after SIGKILL: the least that excludes a version."""
+        return self.kind == "died" and not self.strikes and self.unsure <= 2
+
+    @property
     def key(self) -> Key:
         return self.backend, self.version, self.scope
 

@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 MEMORY_SHARE = 0.8  #: share of the free memory that a candidate may need; the rest covers errors of the estimate
 LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
+SPARED_WORK_FACTOR = 5  #: ratio of work from which a doubtful exclusion is not worth what it spares
 UNCHECKED_BYTES = 16 << 20  #: up to this no free memory is asked for: reading it would dominate a look-up
 
 _stalled: dict[str, str] = {}  # plug-ins that did not answer in this process, with the reason
@@ -213,10 +214,20 @@ class Request:
         if not quarantine.entries():
             return None
         entry = quarantine.find(backend.name, version, self.address.group)
-        if entry is None:
+        if entry is None or (entry.is_doubtful and self._leaves_far_more_work(backend, quarantine)):
             return None
         what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
         return f"{what}; `attn-dispatch doctor` lifts it"
+
+    def _leaves_far_more_work(self, backend: Backend, quarantine: Quarantine) -> bool:
+        """Whether all that is left without the backend declares more than `SPARED_WORK_FACTOR` times its work."""
+        least, limit = math.inf, SPARED_WORK_FACTOR * work(Candidate(backend, NATURAL, None), self.problem)
+        for each in registry.backends():
+            if each is backend or not registry.is_built_in(each.name) or refusals_of(each, self.problem):
+                continue
+            if quarantine.find(each.name, version_of(each), self.address.group) is None:
+                least = min(least, work(Candidate(each, NATURAL, None), self.problem))
+        return least > limit
 
 
 def _asked(backend: Backend, question: Callable[[], T]) -> T:

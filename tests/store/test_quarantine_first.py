@@ -16,7 +16,7 @@ from attn_dispatch.cli import main
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import crash_markers, files, quarantine
 from attn_dispatch.store.crash_markers import MarkerContent, place_of
@@ -260,3 +260,32 @@ def test_the_end_of_a_quarantine_is_shown(clock: Clock, capsys: pytest.CaptureFi
     assert "quarantine none\n" in shown
     assert "strike" in shown
     assert "2026-01-01 12:00" in shown
+
+
+def test_two_kills_leave_no_problem_to_far_more_work(clock: Clock) -> None:
+    """A window of 64 in 4,096: `manual` and PyTorch's kernels compute all pairs, 32 times as many."""
+    where, long = silicon("cpu"), Problem.of(*qkv(4096), Window(64, 64))
+    out = ("native", "tiles", "flex")
+    able = [name for name in out if name in {each.name for each in Request.of(long).able}]
+    assert able
+
+    def died(number: int, noted: bool) -> None:
+        for place, name in enumerate(out):
+            version = registry.version_of(registry.load(name))
+            crash(
+                cache_folder(), clock.now, 4 * number + place, where=where, noted=noted, backend=name, version=version
+            )
+        clock.now += MINUTE
+        Quarantine(cache_folder(), where).reread()
+
+    def excluded(problem: Problem) -> set[str]:
+        rows = [each.row for each in Request.of(problem).candidates]
+        return {row.backend for row in rows if row is not None and row.status == "quarantined"} & set(able)
+
+    died(0, noted=False)
+    died(1, noted=False)
+    assert excluded(Problem.of(*qkv(4096), Dense())) == set(able)
+    assert excluded(long) == set()
+    clock.now += FIRST_HOLD
+    died(2, noted=False)  # tried again, it died again: that is no accident
+    assert excluded(long) == set(able)
