@@ -57,24 +57,12 @@ def ranks() -> str:
     return f"{machine(found)}. {ring(found, load('ring_reports'))}"
 
 
-def plugin() -> str:
-    """The example of a backend in a package of its own."""
-    folder = ROOT / "examples" / "blocked_window"
-    kinds = {"pyproject.toml": "text", "blocked_window.py": "python", "test_blocked_window.py": "text"}
-    parts = []
-    for name, kind in kinds.items():
-        text = (folder / name).read_text(encoding="utf-8").rstrip("\n")
-        parts.append(f"`{name}`:\n\n```{kind}\n{text}\n```")
-    return "\n\n".join(parts)
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "longnet": summary.longnet,
     "explain": summary.explained,
     "commands": commands.short,
     "help": commands.page,
     "variables": variables,
-    "plugin": plugin,
     "platforms": platforms.platforms,
     "support": lambda: "\n".join(support.table()),
     "rooms": rooms,
