@@ -26,6 +26,7 @@ from tools.docs import (
     summary,
     support,
 )
+from tools.docs.gains import gains
 from tools.docs.hilbert_plot import svg
 from tools.docs.hilbert_tables import hilbert
 from tools.docs.report_tables import markdown as reports
@@ -58,9 +59,8 @@ def ranks() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "longnet": summary.longnet,
+    "gains": gains,
     "explain": summary.explained,
-    "commands": commands.short,
     "help": commands.page,
     "variables": variables,
     "platforms": platforms.platforms,
