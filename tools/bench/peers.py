@@ -26,10 +26,12 @@ import platformdirs
 import torch
 
 from attn_dispatch.machine.load import is_calm
-from attn_dispatch.text import milliseconds
+from attn_dispatch.text import gib, milliseconds
 from tools.lib import peer_environment
 from tools.lib.common import RESULTS, parser, write
 from tools.lib.peer_calls import HEAD_DIM, PEERS, PROBLEMS, Cell, Peer, peers_of
+from tools.lib.peer_cells import HOPELESS
+from tools.lib.tables import Table, direction, interval
 
 TAKES = "15 minutes"
 LIMIT_S = 4.0  #: predicted seconds of a call, beyond which it is left out
@@ -37,7 +39,6 @@ CELL_S = 150.0  #: seconds after which a cell's process is ended, and the peer t
 ROOT = RESULTS.parents[1]
 DTYPES = ("float32", "bfloat16")
 SHORT = 4096  #: tokens up to which `--short` measures
-OUTPUT = "peers.json"
 Row = dict[str, Any]
 Times = dict[tuple[str, str, bool, str], tuple[Cell, float]]  #: of the longest cell so far, in milliseconds
 
@@ -125,7 +126,6 @@ def all_rows(given: argparse.Namespace, python: Path, missing: Mapping[str, str]
             if not names:
                 continue
             for row in measured(cell, names, left_out(cell, missing, times), python, Path(folder)):
-                print(line(row), flush=True)
                 rows.append(row)
                 if "time" in row:
                     key = cell.name, cell.dtype, cell.backward, row["peer"]
@@ -133,14 +133,39 @@ def all_rows(given: argparse.Namespace, python: Path, missing: Mapping[str, str]
     return rows
 
 
-def line(row: Row) -> str:
-    """A row for the terminal."""
-    title = Cell(row["name"], row["tokens"], row["dtype"], row["backward"]).title(row["peer"])
-    if "time" not in row:
-        return f"{title:85} {row['reason']}"
-    ratio = f"{row['over_attend']['median']:.2f} times attend()" if "over_attend" in row else row.get("choice", "")
-    wrong = "; ".join(row["wrong"])
-    return f"{title:85} {milliseconds(row['time']['median_ms']):>8}  error {row['error']:.1e}  {ratio}  {wrong}"
+def tables(found: Any) -> Iterator[Table]:
+    about = {row["peer"]: row["about"] for row in found["rows"]}
+    yield Table(
+        ("peer", "version", "what is called"),
+        [(name, found["versions"][name], what) for name, what in about.items()],
+        f"Batch 1, heads of {found['head_dim']}. Peers of a cell are timed in the same rounds, in a process of "
+        "its own. The ratio is the median over rounds, with its interval; with fewer than 6 rounds its range. "
+        "Errors of out are against float64; marked own: of a peer that computes another function, relative to "
+        "its own result there. Memory is beyond the inputs; masks are made before. The first call includes "
+        f"compilation; `attend()` had been profiled. A peer over {HOPELESS:g} times slower than the fastest is "
+        "timed once. NATTEN, torchscale and dilated-attention-pytorch are made for GPUs: nothing follows about "
+        "these.",
+    )
+    for name in dict.fromkeys(row["name"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["name"] == name]
+        notes = [
+            f"{peer} {what}." for peer, what in dict.fromkeys((row["peer"], row["differs"]) for row in rows) if what
+        ]
+        without = {row["peer"]: row["reason"].rstrip(".") for row in reversed(rows) if "time" not in row}
+        notes += [f"Left out of some cells: {peer} ({reason})." for peer, reason in without.items()]
+        head = ("tokens", "dtype", "pass", "peer", "time", "time / attend()'s", "error", "memory", "first call")
+        about_it = " ".join((f"`{rows[-1]['pattern']}`, {rows[0]['heads']} heads.", *notes))
+        yield Table(head, [_cells(row) for row in rows if "time" in row], about_it, name)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    time, over = row["time"], row.get("over_attend")
+    peer = f"attend(): `{row['choice']}`" if "choice" in row else row["peer"]
+    ratio = "-" if over is None else interval(over) if time["rounds"] > 1 else f"{over['median']:.2f}, 1 round"
+    error = f"{row['error']:.1e}{', own' * bool(row['differs'])}" + "".join(f"; WRONG: {each}" for each in row["wrong"])
+    memory = "unknown" if row["peak_bytes"] is None else gib(row["peak_bytes"])
+    took, first = (milliseconds(each) for each in (time["median_ms"], row["first_ms"]))
+    return (f"{row['tokens']:,}", row["dtype"], direction(row), peer, took, ratio, error, memory, first)
 
 
 def options() -> argparse.ArgumentParser:
@@ -174,9 +199,6 @@ def main() -> None:
     if not rows:
         example = Cell("dense causal", 1024, "float32", backward=False).title("F.sdpa")
         raise SystemExit(f"no row's title contains all of {', '.join(map(repr, given.only))}; one is {example!r}")
-    if given.only and given.output.resolve() == (RESULTS / OUTPUT).resolve():
-        print(f"a part of the rows: {given.output.name} is left as it is; -o FILE writes them")
-        return
     installed = peer_environment.versions(python)
     about = {peer.name: installed.get(peer.distribution, "not installed") for peer in PEERS}
     figures = {
@@ -190,7 +212,7 @@ def main() -> None:
         "missing": missing,
         "rows": rows,
     }
-    write(given.output, figures)
+    write(given.output, figures, tables, whole=not (given.only or given.short))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from tools.lib.common import parser
+from tools.lib.tables import Table
 
 TAKES = "4 min an environment, and its downloads"
 ROOT = Path(__file__).parents[2]
@@ -206,6 +207,24 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
     """The rows of both, in the order of ENVIRONMENTS; a new one takes the place of the old one of its name."""
     rows = {row["name"]: row for row in (*old, *new)}
     return [rows[each.name] for each in ENVIRONMENTS if each.name in rows]
+
+
+def tables(found: Any) -> Table:
+    """A row for each environment, and the names of the tests that failed."""
+    rows = found["environments"]
+    head = ("Python", "torch", "NumPy", "Triton", "without", "system", "folders", "passed", "skipped", "failed", "date")
+    return Table(
+        head,
+        [_cells(row) for row in rows],
+        " ".join(f"{row['name']}: `{name}`." for row in rows for name in row["failed"]),
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    rooms = "all" if set(row["rooms"]) == set(ROOMS) else ", ".join(row["rooms"])
+    versions = (row[name] or "-" for name in ("python", "torch", "numpy", "triton", "without"))
+    counts = (f"{row['passed']:,}", f"{row['skipped']:,}", str(len(row["failed"])))
+    return (*versions, row["system"], rooms, *counts, row["measured"][:10])
 
 
 def _chosen(names: list[str] | None) -> Iterator[tuple[Environment, str]]:

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout, suppress
 from unittest import mock
 
 from attn_dispatch.cli import COMMANDS, main
-from tools.lib.tables import table
+from tools.lib.tables import markdown
 
 WIDTH = 120  #: characters of a line
 UNWRAPPED = "100000"  #: argparse's wrapping differs between Python versions; lines are wrapped here instead
@@ -30,9 +30,8 @@ EXAMPLES = {
 
 def short() -> str:
     """A row for each command."""
-    rows: list[tuple[str, ...]] = [("command", "what it does"), ("---", "---")]
-    rows += [(f"`attn-dispatch {EXAMPLES.get(name, name)}`", summary) for name, summary in COMMANDS.items()]
-    return table(rows)
+    rows = [(f"`attn-dispatch {EXAMPLES.get(name, name)}`", summary) for name, summary in COMMANDS.items()]
+    return markdown(("command", "what it does"), rows)
 
 
 def page() -> str:

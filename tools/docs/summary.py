@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
-from attn_dispatch.decisions.explanation import CandidateReport, Explanation
 from tools.docs.results import load, machine
-from tools.lib.tables import table
+from tools.lib.tables import Table, interval, markdown, ms
 
 SHOWN = ("sdpa", "sdpa_mask", "native", "flex")  #: backends of the excerpt
 DTYPES = ("float32", "bfloat16")
@@ -19,12 +17,11 @@ def longnet() -> str:
     direct = {dtype: _causal(found["masked"], dtype) for dtype in DTYPES}
     compiled = {dtype: _causal(load("kernels")["rivals"], dtype) for dtype in DTYPES}
     head = (f"{found['pattern']}, causal, {direct['float32']['tokens']:,} tokens, forward", *DTYPES)
-    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
-    rows.append(("PyTorch's SDPA with a dense mask", *(_ms(one["torch_with_mask"]) for one in direct.values())))
+    rows = [("PyTorch's SDPA with a dense mask", *(ms(one["torch_with_mask"]) for one in direct.values()))]
     for name, about in (("sdpa", "SDPA on each branch, merged by lse"), ("native", "one pass of a C++ kernel")):
-        cells = (f"{_ms(one[name])}: {_times(one[f'torch_with_mask_over_{name}'])}" for one in direct.values())
+        cells = (f"{ms(one[name])}: {_times(one[f'torch_with_mask_over_{name}'])}" for one in direct.values())
         rows.append((f"`{name}`: {about}", *cells))
-    cells = (_ms(one["times"]["flex"]) + f": {_slower(one['times'])}" for one in compiled.values())
+    cells = (ms(one["times"]["flex"]) + f": {_slower(one['times'])}" for one in compiled.values())
     rows.append(("`flex`: FlexAttention, compiled", *cells))
     long = max(found["long"], key=lambda one: one["tokens"])
     speed = f"{long['seconds']:.1f} s: {long['tokens_per_s']:,.0f} tokens/s"
@@ -34,11 +31,11 @@ def longnet() -> str:
     note = (
         f"Batch 1, {found['heads']} heads of {found['head_dim']}, on {machine(found)}. Intervals are 95 %.\n"
         "These two are the cases that gain most: `native` is "
-        f"{min(gains):.1f}x to {max(gains):.1f}x as fast in [all {len(gains)}](docs/results/figures.md). "
+        f"{min(gains):.1f}x to {max(gains):.1f}x as fast in [all {len(gains)}](docs/results/cpu.md). "
         f"The last row's peak memory is {long['peak_above_qkv_out']:.1%} above q, k, v and out "
         f"(a dense mask: {long['tokens'] ** 2 / 2**40:.0f} TiB)."
     )
-    return f"{table(rows)}\n\n{note}"
+    return f"{markdown(head, rows)}\n\n{note}"
 
 
 def _causal(rows: Any, dtype: str) -> Any:
@@ -48,25 +45,18 @@ def _causal(rows: Any, dtype: str) -> Any:
     )
 
 
-def _ms(timing: Any) -> str:
-    return f"{timing['median_ms']:,.0f} ms"
-
-
 def _times(ratio: Any) -> str:
-    return f"{ratio['median']:.1f}x as fast ({ratio['low']:.1f} to {ratio['high']:.1f})"
+    return interval(ratio, 1).replace(" (", "x as fast (")
 
 
 def _slower(times: Any) -> str:
     ratio = times["flex"]["median_ms"] / times["sdpa_mask"]["median_ms"]
-    return f"{ratio:.1f} times `sdpa_mask`'s {_ms(times['sdpa_mask'])} in the same run"
+    return f"{ratio:.1f} times `sdpa_mask`'s {ms(times['sdpa_mask'])} in the same run"
 
 
 def explained() -> str:
     """The first lines of `explain`, and the rows of a few backends without long reasons."""
-    found = load("explain")
-    values = {field.name: found[field.name] for field in fields(Explanation) if field.name in found}
-    values["candidates"] = tuple(CandidateReport(**each) for each in found["candidates"])
-    lines = str(Explanation(**values)).splitlines()
+    lines = load("explain")["lines"]
     table_at = next(number for number, line in enumerate(lines) if line.startswith("backend "))
     rows = [line for line in lines[table_at + 1 :] if line.split()[0] in SHOWN or "need CUDA" in line]
-    return "\n".join(("```text", *lines[: table_at + 1], *rows, "```"))
+    return Table(lines=(*lines[: table_at + 1], *rows)).markdown()

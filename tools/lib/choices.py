@@ -87,13 +87,12 @@ def wait_until_calm(most_s: float = 60.0) -> None:
 
 
 def first_call(one: Planned) -> dict[str, Any]:
-    """CPU and wall seconds of the first call, and of a later one; the choice, and the rows by candidate."""
+    """CPU and wall seconds of the first call, and of a later one; the choice."""
     example = one.example()
     first = _timed(one, example)
     later = min((_timed(one, example) for _ in range(3)), key=lambda each: each["cpu_s"])
     masks: dict[str, Any] = dict(example.masks)
     found = explain(example.q, example.k, example.v, one.pattern, **masks)
-    rows = {f"{row.backend}@{row.order}": [row.status, row.median_ms, row.reason] for row in found.candidates}
     return {
         "title": found.problem,
         "first": first,
@@ -101,8 +100,6 @@ def first_call(one: Planned) -> dict[str, Any]:
         "choice": [found.choice, found.order],
         "source": found.source,
         "provisional": found.provisional,
-        "load": found.load,
-        "rows": rows,
     }
 
 
