@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,5 +145,5 @@ def test_a_process_that_dies_has_a_name(tmp_path: Path, monkeypatch: pytest.Monk
         return "the process was ended after 150 s"
 
     monkeypatch.setattr(peers, "run", end)
-    assert peers.measured(cell, ["local-attention"], {}, Path(sys.executable), tmp_path) == []
+    assert peers.measured(cell, ["local-attention"], {}, tmp_path) == []
     assert asked_for == [{}, {"local-attention": "the process was ended after 150 s"}]

@@ -82,7 +82,7 @@ def test_a_choice_that_is_wrong_is_an_error() -> None:
 
 def test_a_judgement_times_every_candidate_that_can_run() -> None:
     one = Planned(Dense(is_causal=True), (2, 16, 2, 8), torch.float32, True, kv_heads=1, mask="seq_lens")
-    found = choices.judgement(one, [], seconds=0.01, compiled=False)
+    found = choices.judgement(one, [], seconds=0.01)
     assert found["wrong"] == {}
     assert {"manual@natural", "sdpa@natural"} <= set(found["times"])
     assert not set(found["times"]) & set(found["refused"])

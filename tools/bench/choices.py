@@ -157,11 +157,9 @@ def _counts(one: Any) -> list[str]:
 def main() -> None:
     arguments = parser(__doc__, "choices.json")
     arguments.add_argument("--quick", action="store_true", help=f"one problem in {QUICK_EVERY}, judged in one process")
-    arguments.add_argument("--every", type=int, metavar="N", help="one problem in N")
-    arguments.add_argument("--compiled", action="store_true", help="time what is compiled for each problem too (flex)")
     given = arguments.parse_args()
     every = planned()
-    which = list(range(0, len(every), given.every or (QUICK_EVERY if given.quick else 1)))
+    which = list(range(0, len(every), QUICK_EVERY if given.quick else 1))
     wait_s = 0.0 if given.quick else 60.0
     runs = runs_of(which, wait_s)
     names = {
@@ -170,7 +168,7 @@ def main() -> None:
     judges = []
     for _ in range(1 if given.quick else JUDGES):
         choices.wait_until_calm(wait_s)
-        judges.append(choices.judged(names, QUICK_SECONDS if given.quick else SECONDS, given.compiled))
+        judges.append(choices.judged(names, QUICK_SECONDS if given.quick else SECONDS))
     problems = [
         {
             "model": every[number].model,

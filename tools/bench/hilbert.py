@@ -1,6 +1,6 @@
 """Speed-ups of Hilbert order: neighbourhoods in both orders, forward and backward, and other implementations.
 
-    python -m tools.bench.hilbert [plane volume training sequence permutation tiles]
+    python -m tools.bench.hilbert [plane volume training]
 
 float32, 4 heads of 64. Everything in one entry is timed in turns, in one run. The dense rate is PyTorch's own, on a
 sequence of its liking.
@@ -19,9 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import Neighborhood, Problem
 from attn_dispatch.kernels import registry
-from attn_dispatch.spec.orders import HILBERT, NATURAL, permutation, places
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
-from attn_dispatch.tuning.intervals import MARGIN, Timing
+from attn_dispatch.spec.orders import HILBERT, NATURAL
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.tuning.intervals import Timing
 from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.bench.longnet import trained
 from tools.lib.common import parser, ratio, timing, write
@@ -32,7 +32,6 @@ DENSE_TOKENS = 2048
 HOPELESS = 6.0  #: times the fastest: beyond it, a candidate is timed only once after warm-up
 RIVALS_UP_TO = 16_384  #: tokens; past it a mask of every pair would not fit, and compiling takes as long as all else
 SIDES = (32, 64, 128, 256)
-TILES = (32, 64, 128)
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -127,91 +126,12 @@ def gain(found: dict[str, Timing], name: str) -> dict[str, float]:
     return ratio(found[f"{name} {NATURAL}"], found[f"{name} {HILBERT}"])
 
 
-def tile_sizes(side: int, rounds: int) -> dict[str, Any]:
-    """The tiles backend with several tile sizes."""
-    pattern, tokens = Neighborhood((side, side), (13,)), side * side
-    q, k, v = inputs(tokens, False)
-    problem = Problem.of(q, k, v, pattern)
-    backend: Any = registry.load("tiles")
-    calls: Calls = {
-        f"{order} {tile}": partial(backend.run, q, k, v, problem, order=order, tile=tile)
-        for order in BOTH
-        for tile in TILES
-    }
-    found = turns(calls, rounds)
-    best = {order: min(found[f"{order} {tile}"].median_ms for tile in TILES) for order in BOTH}
-    return {
-        "pattern": str(pattern),
-        "tokens": tokens,
-        "times": {name: timing(one) for name, one in found.items()},
-        "gain_by_tile": {str(t): ratio(found[f"{NATURAL} {t}"], found[f"{HILBERT} {t}"]) for t in TILES},
-        "gain_best": best[NATURAL] / best[HILBERT],
-    }
-
-
-def permuting(side: int, rounds: int) -> dict[str, Any]:
-    """The time of permuting q, k and v, and out back; our backends do not copy."""
-    pattern, tokens = Neighborhood((side, side), (13,)), side * side
-    q, k, v = inputs(tokens, False)
-    problem = Problem.of(q, k, v, pattern)
-    moved = permutation(HILBERT, pattern, tokens)
-    assert moved is not None
-    back = places(moved)
-
-    def copies() -> None:
-        for x, index in ((q, moved), (k, moved), (v, moved), (q, back)):
-            x.index_select(1, index)
-
-    calls: Calls = {
-        f"{name} {HILBERT}": partial(out_of, registry.load(name), q, k, v, problem, order=HILBERT) for name in OURS
-    }
-    calls["copies"] = copies
-    found = turns(calls, rounds)
-    return {
-        "tokens": tokens,
-        "times": {name: timing(one) for name, one in found.items()},
-    }
-
-
-#: Sequences without a grid, folded into a square for Hilbert order; by tokens.
-SEQUENCES: dict[str, Callable[[int], Pattern]] = {
-    "dense": lambda n: Dense(),
-    "single segment": lambda n: Dilated((2048,), (1,)),
-    "multi-segment": lambda n: Dilated((2048, 4096, 8192), (1, 1, 1)),
-    "dilation 2": lambda n: Dilated((2048,), (2,)),
-    "multi-dilation": lambda n: Dilated((2048, 4096, 8192), (1, 2, 4)),
-}
-
-
-def sequence(kind: str, tokens: int, rounds: int, needs_grad: bool = False) -> dict[str, Any]:
-    """One dimension: the tiles backend in both orders, and the fastest backend."""
-    pattern = SEQUENCES[kind](tokens)
-    names = {"tiles": BOTH, "native": (NATURAL,), "sdpa": (NATURAL,)}
-    found = turns(calls_of(pattern, tokens, needs_grad, names), rounds)
-    release()
-    return {
-        "kind": kind,
-        "pattern": str(pattern),
-        "tokens": tokens,
-        "backward": needs_grad,
-        "times": {name: timing(one) for name, one in found.items()},
-        "gain": gain(found, "tiles"),
-    }
-
-
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "plane": lambda: [neighbourhood((side, side), 13, 5) for side in SIDES],
     "volume": lambda: [neighbourhood((side,) * 3, 7, 5) for side in (16, 32)],
     "training": lambda: [
         *(neighbourhood((side, side), 13, 3, needs_grad=True) for side in SIDES[1:]),
         neighbourhood((32, 32, 32), 7, 3, needs_grad=True),
-    ],
-    "tiles": lambda: [tile_sizes(side, 3) for side in SIDES[1:]],
-    "permutation": lambda: [permuting(256, 5)],
-    "sequence": lambda: [
-        *(sequence(kind, tokens, 3) for kind in SEQUENCES for tokens in (8192, 16384)),
-        *(sequence(kind, 32768, 3) for kind in ("dilation 2", "multi-dilation")),
-        *(sequence("multi-dilation", tokens, 3, needs_grad=True) for tokens in (8192, 16384)),
     ],
 }
 #: Without flex, whose compilation takes longer than all else.
@@ -236,22 +156,6 @@ def tables(found: Any) -> Iterator[Table]:
         f"interval. float32, {found['heads']} heads of {found['head_dim']}. The last column: useful operations "
         "per second of `native` in Hilbert order, over those of dense attention.",
     )
-    if "tiles" in found:
-        gains = (f"{one['gain_by_tile']['64']['median']:.1f}x at {one['tokens']:,} tokens" for one in found["tiles"])
-        copies = found["permutation"][0]
-        yield Table(
-            about="In tiles of 64 queries and keys, as in block-sparse kernels, `tiles` gains "
-            f"{'; '.join(gains)}. No backend copies tokens into order. Copying q, k, v and out would take "
-            f"{ms(copies['times']['copies'])} at {copies['tokens']:,} tokens."
-        )
-        every = [one["gain"] for one in found["sequence"]]
-        wins = sum(gain["low"] > 1 + MARGIN for gain in every)
-        least, most = (end(gain["median"] for gain in every) for end in (min, max))
-        yield Table(
-            about=f"Sequences without a grid are folded into a square. There Hilbert order pays in {wins} of "
-            f"{len(every)} cases (`tiles`: gains of {least:.2f} to {most:.2f}): it is no candidate, unless "
-            "forced."
-        )
 
 
 def both(times: Any, name: str, gain: Any) -> str:

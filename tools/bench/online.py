@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from attn_dispatch import attend, counters, explain, profile
+from attn_dispatch import attend, explain, profile
+from attn_dispatch.decisions import online
 from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dense, Dilated
-from tools.lib.choices import times_of, wait_until_calm
+from tools.lib.choices import judgement, wait_until_calm
 from tools.lib.common import parser, write
 from tools.lib.models import Planned
 from tools.lib.tables import Table
@@ -34,7 +35,7 @@ STEPS, QUICK_STEPS = 2000, 150  #: of training
 PASSES, QUICK_PASSES = 100, 3  #: over the lengths
 LENGTHS = 500
 JUDGED, QUICK_JUDGED = 12, 2  #: lengths whose decision is compared with that of `profile`
-PROFILED_S = 4.0  #: of each problem
+PROFILED_S, JUDGED_S = 4.0, 1.5  #: of each problem
 TRAINED = (
     Planned(Dense(is_causal=True), (1, 256, 4, 64), torch.float32, True),
     Planned(Dilated((128, 256, 512), (1, 2, 4), is_causal=True), (1, 512, 4, 64), torch.float32, True),
@@ -73,25 +74,16 @@ def run(loop: str, quick: bool) -> dict[str, Any]:
             out.backward(torch.ones_like(out))
         times[one].append((time.perf_counter() - before) * 1e3)
     total_s = time.perf_counter() - start
-    trials_s = calls_s = 0.0
-    if os.environ["ATTN_DISPATCH_MODE"] == "online":
-        from attn_dispatch.decisions import online
-
-        trials_s, calls_s = online._account.spent_s, online._account.live_s
     found = {one: explain(*tensors[one], one.pattern) for one in kinds}
     return {
         "total_s": total_s,
-        "trials_s": trials_s,
-        "calls_on_trial_s": calls_s,
-        "counters": counters(),
+        "trials_s": online._account.spent_s,
         "problems": [
             {
                 "title": found[one].problem,
                 "choice": [found[one].choice, found[one].order],
-                "source": found[one].source,
                 "median_ms": statistics.median(times[one]),
                 "worst_ms": max(times[one][1:], default=0.0),
-                "first_ms": times[one][0],
             }
             for one in kinds
         ],
@@ -133,8 +125,9 @@ def compared(loop: str, quick: bool) -> dict[str, Any]:
     rows = []
     for one, best, reached in zip(judges, explanations, found["online"]["problems"], strict=False):
         names = ["@".join(reached["choice"]), f"{best.choice}@{best.order}"]
-        times = times_of(one, list(dict.fromkeys(names)))
-        rows.append({**reached, "profiled": names[1], "ratio": times[names[0]] / times[names[1]]})
+        times = judgement(one, names, JUDGED_S)["times"]
+        ratio = times[names[0]]["median_ms"] / times[names[1]]["median_ms"]
+        rows.append({**reached, "profiled": names[1], "ratio": ratio})
     return {
         "overhead": found["online"]["trials_s"] / found["online"]["total_s"],
         "worst_beyond_ms": {setting: statistics.median(each) for setting, each in beyond.items()},

@@ -2,10 +2,14 @@
 what each refuses.
 
     python -m tools.bench peers
-    python -m tools.bench peers --only neighborhood NATTEN    rows whose titles contain all of these; writes nothing
+    python -m tools.bench peers --only neighborhood NATTEN    rows whose titles contain all of these
 
-The libraries are installed into an environment of their own, in the user's cache folder or `--environment`, which uses
-the torch that runs this. Each cell (a problem, length, dtype and pass) is a new process. A call that is predicted to
+Install the libraries without their dependencies, which would bring another torch:
+
+    pip install --no-deps einops==0.8.2 hyper-connections local-attention==1.11.2 natten==0.21.7
+    pip install --no-deps dilated-attention-pytorch==0.2.0 git+https://github.com/microsoft/torchscale
+
+Each cell (a problem, length, dtype and pass) is a new process. A call that is predicted to
 take more than LIMIT_S, from the same peer's time at the next shorter length, is left out, and so is one for which
 memory does not suffice; the rows say so.
 """
@@ -17,17 +21,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-import torch
-
 from attn_dispatch.machine.load import is_calm
 from attn_dispatch.text import gib, milliseconds
-from tools.lib import peer_environment
 from tools.lib.common import RESULTS, parser, write
 from tools.lib.peer_calls import HEAD_DIM, PEERS, PROBLEMS, Cell, Peer, peers_of
 from tools.lib.peer_cells import HOPELESS
@@ -63,7 +65,7 @@ def left_out(cell: Cell, missing: Mapping[str, str], times: Times) -> dict[str, 
     """Why peers are not asked, by name."""
     found = {}
     for peer in peers_of(cell.name):
-        reason = missing.get(peer.distribution) or uncompiled(peer, cell) or too_slow(peer, cell, times)
+        reason = missing.get(peer.name) or uncompiled(peer, cell) or too_slow(peer, cell, times)
         if reason:
             found[peer.name] = reason
     return found
@@ -88,7 +90,7 @@ def too_slow(peer: Peer, cell: Cell, times: Times) -> str:
     return f"predicted {milliseconds(predicted)}, from {shorter.tokens:,} tokens by its pairs; over {LIMIT_S:g} s"
 
 
-def measured(cell: Cell, names: Sequence[str], reasons: Mapping[str, str], python: Path, folder: Path) -> list[Row]:
+def measured(cell: Cell, names: Sequence[str], reasons: Mapping[str, str], folder: Path) -> list[Row]:
     """The rows of a cell. A peer whose call ends the process, or does not end, gets that as its reason; the others are
     then asked again.
     """
@@ -97,7 +99,7 @@ def measured(cell: Cell, names: Sequence[str], reasons: Mapping[str, str], pytho
     while True:
         file.write_text("{}")
         given = json.dumps({"cell": cell, "peers": names, "left_out": reasons})
-        ended = run([str(python), "-m", "tools.lib.peer_cells", given, str(file)], folder)
+        ended = run([sys.executable, "-m", "tools.lib.peer_cells", given, str(file)], folder)
         found = json.loads(file.read_text())
         if "rows" in found:
             rows: list[Row] = found["rows"]
@@ -117,7 +119,7 @@ def run(command: list[str], folder: Path) -> str:
     return f"the process ended with {done.returncode}: {done.stderr[-300:]}" if done.returncode else ""
 
 
-def all_rows(given: argparse.Namespace, python: Path, missing: Mapping[str, str]) -> list[Row]:
+def all_rows(given: argparse.Namespace, missing: Mapping[str, str]) -> list[Row]:
     rows: list[Row] = []
     times: Times = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +127,7 @@ def all_rows(given: argparse.Namespace, python: Path, missing: Mapping[str, str]
             names = wanted(cell, given.only)
             if not names:
                 continue
-            for row in measured(cell, names, left_out(cell, missing, times), python, Path(folder)):
+            for row in measured(cell, names, left_out(cell, missing, times), Path(folder)):
                 rows.append(row)
                 if "time" in row:
                     key = cell.name, cell.dtype, cell.backward, row["peer"]
@@ -168,50 +170,26 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (f"{row['tokens']:,}", row["dtype"], direction(row), peer, took, ratio, error, memory, first)
 
 
-def options() -> argparse.ArgumentParser:
-    found = parser(__doc__, "peers.json")
-    found.formatter_class = argparse.RawDescriptionHelpFormatter
-    found.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="rows whose titles contain all of these; 'forward:' is without backward",
-    )
-    found.add_argument("--short", action="store_true", help=f"up to {SHORT:,} tokens")
-    found.add_argument(
-        "--environment", type=Path, default=platformdirs.user_cache_path("attn-dispatch") / "peers", metavar="FOLDER"
-    )
-    found.add_argument(
-        "--source", action="append", default=[], metavar="NAME=SOURCE",
-        help=f"what pip installs for one of {', '.join(peer_environment.SOURCES)}; such as torchscale=/path",
-    )  # fmt: skip
-    return found
+def version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def main() -> None:
-    given = options().parse_args()
-    calm = is_calm()
-    python, missing = peer_environment.prepared(given.environment, dict(each.split("=", 1) for each in given.source))
-    for reason in missing.values():
-        print(reason)
-    rows = all_rows(given, python, missing)
+    options = parser(__doc__, "peers.json")
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    about = "rows whose titles contain all of these; 'forward:' is without backward"
+    options.add_argument("--only", nargs="+", default=[], metavar="WORD", help=about)
+    options.add_argument("--short", action="store_true", help=f"up to {SHORT:,} tokens")
+    given = options.parse_args()
+    calm, versions = is_calm(), {peer.name: version(peer.distribution) for peer in PEERS}
+    rows = all_rows(given, {name: each for name, each in versions.items() if each == "not installed"})
     if not rows:
         example = Cell("dense causal", 1024, "float32", backward=False).title("F.sdpa")
         raise SystemExit(f"no row's title contains all of {', '.join(map(repr, given.only))}; one is {example!r}")
-    installed = peer_environment.versions(python)
-    about = {peer.name: installed.get(peer.distribution, "not installed") for peer in PEERS}
-    figures = {
-        "head_dim": HEAD_DIM,
-        "limit_s": LIMIT_S,
-        "short": given.short,
-        "only": given.only,
-        "calm_before": calm,
-        "threads": torch.get_num_threads(),
-        "versions": about,
-        "missing": missing,
-        "rows": rows,
-    }
+    figures = {"head_dim": HEAD_DIM, "limit_s": LIMIT_S, "calm_before": calm, "versions": versions, "rows": rows}
     write(given.output, figures, tables, whole=not (given.only or given.short))
 
 

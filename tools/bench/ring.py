@@ -1,6 +1,6 @@
-"""A sequence over many ranks, processes of this machine connected by gloo: memory, time, and a long sequence.
+"""A sequence over many ranks, processes of this machine connected by gloo: memory and time.
 
-    python -m tools.bench.ring [memory speed long] [--rounds N] [--shrink N]
+    python -m tools.bench.ring [memory speed] [--rounds N] [--shrink N]
 
 --shrink: sequences so many times shorter, for a quick look, which is not written over the results.
 """
@@ -18,19 +18,17 @@ from torch import Tensor
 
 from attn_dispatch import Sharded, attend, explain
 from attn_dispatch.machine.memory import peak_bytes
-from attn_dispatch.ring.link import link_of
 from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.tuning.intervals import Timing
 from tools.lib.common import parser, ratio, timing, write
-from tools.lib.ranks import Drawn, Tokens, checked, drawn, errors, freed_at_once, together
+from tools.lib.ranks import Tokens, freed_at_once, together
 from tools.lib.tables import Table, direction, interval, megabytes, ms
 
-TAKES = "10 min"
+TAKES = "5 min"
 
 CPU = torch.device("cpu")
-HEADS, HEAD_DIM, TOKENS = 8, 64, 2**20
-LONGNET = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+HEADS, HEAD_DIM = 8, 64
 WIDE = Dilated((2048, 16384, 131_072, 1_048_576), (1, 4, 16, 64))
 #: With heads, and the tokens of a forward pass and of both.
 MEMORY: tuple[tuple[Pattern, int, tuple[int, int]], ...] = (
@@ -38,7 +36,6 @@ MEMORY: tuple[tuple[Pattern, int, tuple[int, int]], ...] = (
     (WIDE, HEADS, (65_536, 32_768)),
 )
 SPEED_TOKENS, SPEED_HEADS = 32_768, 4
-LONG_RANKS, DRAWS = 4, 4
 
 
 def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward: bool = False) -> Tensor:
@@ -147,59 +144,12 @@ def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
     return found
 
 
-# --- a long one -------------------------------------------------------------------------------------------------------
-
-
-def million(shrink: int = 1) -> list[dict[str, Any]]:
-    """A forward pass of 1,048,576 tokens over 4 ranks, checked on sampled rows."""
-    found = []
-    for pattern in (LONGNET, WIDE):
-        layout = Layout(deal(TOKENS // shrink, LONG_RANKS))
-        tokens = Tokens(layout, HEADS, HEAD_DIM, torch.bfloat16)
-        draws = drawn(pattern, tokens, DRAWS)  # first, since it holds the whole sequence meanwhile
-        by_rank = together(_long, LONG_RANKS, pattern, tokens, draws)
-        seconds = max(each["seconds"] for each in by_rank)
-        shard = layout.lengths[0] * HEADS * HEAD_DIM * 2
-        entry = {
-            "pattern": str(pattern), "tokens": layout.tokens, "ranks": LONG_RANKS, "dtype": "bfloat16",
-            "exchange": by_rank[0]["exchange"], "seconds": seconds,
-            "first_seconds": max(each["first_seconds"] for each in by_rank),
-            "tokens_per_s": layout.tokens / seconds, "peak_bytes": max(each["peak_bytes"] for each in by_rank),
-            "qkv_out_bytes": 4 * shard, "shipped_bytes": sum(each["shipped_bytes"] for each in by_rank),
-            "check": checked([each["errors"] for each in by_rank], draws),
-        }  # fmt: skip
-        found.append(entry)
-    return found
-
-
-def _long(pattern: Pattern, tokens: Tokens, draws: list[Drawn]) -> dict[str, Any]:
-    rank, seconds, transport = dist.get_rank(), list[float](), link_of("world").transport
-
-    def twice() -> tuple[Tensor, str]:
-        tensors = tokens.shard(rank)
-        out = torch.empty(0)
-        for _ in range(2):
-            dist.barrier()
-            transport.bytes_sent = 0
-            start = time.perf_counter()
-            out = once(tensors, pattern, True)
-            seconds.append(time.perf_counter() - start)
-        return out, exchange_of(tensors, pattern)
-
-    (out, exchange), peak = peak_bytes(twice, CPU)
-    return {
-        "exchange": exchange, "first_seconds": seconds[0], "seconds": seconds[1], "peak_bytes": _known(peak),
-        "shipped_bytes": transport.bytes_sent, "errors": errors(out, tokens.layout, rank, draws),
-    }  # fmt: skip
-
-
 # --- all --------------------------------------------------------------------------------------------------------------
 
 #: By rounds and shrink.
 PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
     "memory": lambda rounds, shrink: memory(shrink),
     "speed": speed,
-    "long": lambda rounds, shrink: million(shrink),
 }
 
 
@@ -223,17 +173,6 @@ def tables(found: Any) -> Iterator[Table]:
         (f"dense causal, {SPEED_HEADS} heads", "1 rank, 2 threads", "2 ranks, 1 thread each", "2 ranks / 1 rank"),
         rows,
         "Two ranks, zigzag, against one process on the same two cores, in turns, float32.",
-    )
-    rows = [
-        (one["pattern"], f"{one['seconds']:,.0f} s", f"{one['tokens_per_s']:,.0f}", *sizes(one), sent)
-        for one in found.get("long", ())
-        if (sent := megabytes(one["shipped_bytes"]))
-    ]
-    yield Table(
-        ("pattern, bfloat16", "forward", "tokens/s", "peak of a rank", "its q, k, v and out", "sent"),
-        rows,
-        f"{TOKENS:,} tokens over {LONG_RANKS} ranks of one thread on this machine's cores, each once; sampled "
-        "rows agree with float64.",
     )
 
 

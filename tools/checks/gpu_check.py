@@ -65,8 +65,8 @@ class Results:
             self._say(row)
 
     def _say(self, row: Row) -> None:
-        text = f"FAILED {row['failed']}" if "failed" in row else self._step.line(row)
-        print(f"{self._path.stem}  {self._step.label(row)}  {row.get('took_s', 0):.1f} s  {text}"[:WIDEST], flush=True)
+        found = " ".join(f"{key} {value}" for key, value in row.items() if isinstance(value, str | float | bool))
+        print(f"{self._path.stem}  {self._step.label(row)}  {found}"[:WIDEST], flush=True)
 
     def _write(self, summary: dict[str, Any]) -> None:
         write(self._path, {**self._head, "summary": summary, "rows": self.rows})

@@ -301,15 +301,6 @@ def label(item: Item) -> str:
     return f"{item['stage']} {kernel} {item['pattern']} {tuple(item['block'])}"
 
 
-def line(row: Row) -> str:
-    if "too_large" in row:
-        return f"too large: {row['too_large'][:90]}"
-    if row["stage"] == "compile":
-        return ""
-    limits = f"{row['registers']} registers, {row['spills']} spills"
-    return f"{row['median_ms']:.3f} ms, {row['tflops']:.0f} TFLOP/s, {limits}, differs by {row['difference']:.1e}"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """For each kernel, head_dim and precision: blocks by the geometric mean, over patterns, of rate / best rate."""
     found: dict[str, list[dict[str, Any]]] = {}

@@ -91,13 +91,6 @@ def label(item: Item) -> str:
     return f"{item['problem']} {'forward + backward' if item['backward'] else 'forward'}"
 
 
-def line(row: Row) -> str:
-    chosen = row["decision"]
-    ranked = sorted(row["tflops"].items(), key=lambda each: -each[1])
-    best = "  ".join(f"{name} {rate:.0f}" for name, rate in ranked[:4])
-    return f"-> {chosen['choice']} {chosen['order']}{', provisional' * bool(chosen['provisional'])}; TFLOP/s: {best}"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """By problem: the choice, and its TFLOP/s."""
     found = {}

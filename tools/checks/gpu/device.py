@@ -98,20 +98,6 @@ def label(item: Item) -> str:
     return f"{item['item']} {item.get('dtype', '')}".strip()
 
 
-def line(row: Row) -> str:
-    match row["item"]:
-        case "machine":
-            return f"{row['silicon']}  {row['versions']}"
-        case "clocks busy":
-            return str(row["readings"][-1])
-        case "copy":
-            return f"{row['gb_s']:.0f} GB/s"
-        case "matmul":
-            return f"{row['tflops']:.0f} TFLOP/s"
-        case _:
-            return f"{row['sm_mhz']} MHz, memory {row['memory_mhz']} MHz, {row['power_w']} W, {row['temperature_c']} C"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """The limits: GB/s of copying, and TFLOP/s by dtype."""
     found = {}

@@ -145,14 +145,6 @@ def label(item: Item) -> str:
     return f"{item['kind']} {item['backend']} {item.get('case', item.get('tokens'))}"
 
 
-def line(row: Row) -> str:
-    if "refused" in row:
-        return f"refused: {row['refused'][:90]}"
-    if row["kind"] == "capture":
-        return "equal"
-    return f"host {row['host_us']:.1f} us, replay {row['replay_us']:.1f} us"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """By backend: cases equal, cases failed, and us on the host / replayed by tokens."""
     found: dict[str, dict[str, Any]] = {}

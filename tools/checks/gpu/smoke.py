@@ -89,12 +89,6 @@ def label(item: Item) -> str:
     return f"{item['backend']} {item['dtype']} {item['pattern']} hd{item['head_dim']} kv{item['kv_heads']}"
 
 
-def line(row: Row) -> str:
-    if "refused" in row:
-        return f"refused: {row['refused'][:90]}"
-    return f"error {row['error']:.1e} of {row['tolerance']:.1e}"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """By backend, how many items agree, failed and were refused."""
     found: dict[str, Counter[str]] = {}
