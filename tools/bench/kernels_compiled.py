@@ -1,6 +1,6 @@
 """What Triton's kernels are compiled to for GPUs that are not there, as the compiler itself reports. Nothing is timed.
 
-    python -m tools.bench.kernels_compiled [--capabilities 80 90] [--dtypes bfloat16] [--processes 2]
+    python -m tools.bench.kernels_compiled [--capabilities 80 90]
 
 For each capability, dtype and head_dim the preferred blocks of `triton`: registers and bytes of stack of a thread,
 which are what it spills, and shared memory. Each launch is made as on a device, but for the last step: what a kernel is
@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import json
 import multiprocessing
-import os
 import re
 import subprocess
 import tempfile
@@ -46,7 +45,6 @@ CUDA = torch.device("cuda", 0)
 LENGTH, HEADS = 512, 2  #: what a kernel is compiled to does not depend on them
 #: dtype, and torch.set_float32_matmul_precision, of the float32 products.
 KINDS = (("bfloat16", "highest"), ("float16", "highest"), ("float32", "highest"), ("float32", "high"))
-DTYPES = tuple(dict.fromkeys(dtype for dtype, _ in KINDS))
 HEAD_DIMS = (64, 128, 256)
 SUMS, SUM_CAPABILITIES = (80, 96, 160, 192), (80, 90, 120)  #: sums of two powers of two
 
@@ -161,14 +159,14 @@ def preferred(each: TritonKernel, problem: Problem, capability: int) -> tuple[Co
 # --- items ------------------------------------------------------------------------------------------------------------
 
 
-def items(capabilities: Sequence[int], dtypes: Sequence[str] = DTYPES) -> list[Item]:
+def items(capabilities: Sequence[int]) -> list[Item]:
     """A kernel for each."""
     every = [*product(capabilities, HEAD_DIMS, KINDS, KERNELS)]
     every += product([each for each in capabilities if each in SUM_CAPABILITIES], SUMS, KINDS[::2], KERNELS)
     return [
         {"capability": capability, "kernel": each.kernel, "head_dim": head_dim, "dtype": dtype, "precision": precision}
         for capability, head_dim, (dtype, precision), each in every
-        if dtype in dtypes and (dtype != "float16" or head_dim < HEAD_DIMS[-1])
+        if dtype != "float16" or head_dim < HEAD_DIMS[-1]
     ]
 
 
@@ -231,11 +229,9 @@ def _cell(row: Item) -> str:
 def main() -> None:
     options = parser(__doc__, "kernels_compiled.json")
     options.add_argument("--capabilities", nargs="+", type=int, default=list(CAPABILITIES), choices=CAPABILITIES)
-    options.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    options.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     given = options.parse_args()
-    with multiprocessing.get_context("spawn").Pool(given.processes) as pool:
-        rows = pool.map(row_of, items(given.capabilities, given.dtypes), chunksize=1)
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        rows = pool.map(row_of, items(given.capabilities), chunksize=1)
     known = json.loads(given.output.read_text())["versions"] if given.output.exists() else {}
     versions = {**known, metadata.version("triton"): {"kernels": support.version(), "rows": rows}}
     write(given.output, {"versions": versions}, tables)

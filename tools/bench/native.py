@@ -188,7 +188,11 @@ def tables(found: Any) -> Iterator[Table]:
     names = [name for name in ("multiply_add", "dot_product") if f"{name}_gflops" in found["machine"][0]]
     head = ("threads", *(TITLES[name] for name in names), TITLES["read"])
     rows = [
-        (str(one["threads"]), *(f"{one[f'{name}_gflops']:,.0f} GFLOP/s" for name in names), gigabytes(one))
+        (
+            str(one["threads"]),
+            *(f"{one[f'{name}_gflops']:,.0f} GFLOP/s" for name in names),
+            f"{one['read_gb_per_s']:,.1f} GB/s",
+        )
         for one in found["machine"]
     ]
     yield Table(head, rows, "What the processor reaches at most, measured in registers, and in reading memory.")
@@ -208,10 +212,6 @@ def tables(found: Any) -> Iterator[Table]:
         "bfloat16 dot products; * reading memory. Batch 1, heads of 64: 8, or 4 in Hilbert order for "
         "neighbourhoods.",
     )
-
-
-def gigabytes(one: Any) -> str:
-    return f"{one['read_gb_per_s']:,.1f} GB/s"
 
 
 def main() -> None:

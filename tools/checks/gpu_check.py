@@ -132,14 +132,8 @@ def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
         counts = ", ".join(f"{summary[key]} {word}" for key, word in COUNTS.items() if key in summary)
         lines.append(f"{name}: {counts}")
         for key, found in summary.items():
-            if key in COUNTS:
-                continue
-            text = found
-            if name == "blocks" and isinstance(found, list):
-                text = "  ".join(f"{tuple(each['block'])} {each['of_best']}" for each in found[:3])
-            elif isinstance(found, dict):
-                text = "; ".join(f"{part} {value}" for part, value in found.items())
-            lines.append(f"  {key}: {text}"[:WIDEST])
+            if key not in COUNTS:
+                lines.append(f"  {key}: {found}"[:WIDEST])
     return lines
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from tools.lib.common import RESULTS
@@ -64,7 +63,3 @@ def index(pages: dict[str, list[str]]) -> str:
             found = load(name)
             rows.append((f"[{page}]({page}.md)", f"`{name.replace('-', '/')}.json`", command(name, found)))
     return markdown(("page", "file", "made by"), rows)
-
-
-def folder() -> Path:
-    return RESULTS.parents[1] / "docs" / "results"

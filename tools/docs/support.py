@@ -1,7 +1,4 @@
-"""What each backend supports, by its own refusals, as if every package and a CUDA device were present.
-
-python -m tools.docs.support
-"""
+"""What each backend supports, by its own refusals, as if every package and a CUDA device were present."""
 
 from __future__ import annotations
 
@@ -94,11 +91,3 @@ def _takes(name: str, problem: Problem) -> bool:
         backend = registry.load(name)
         codes = {refusal.code for refusal in (*refuse_score_terms(backend, problem), *backend.refusals(problem))}
     return not codes - ABSENT
-
-
-def main() -> None:
-    table().show()
-
-
-if __name__ == "__main__":
-    main()
