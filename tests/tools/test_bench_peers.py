@@ -129,9 +129,7 @@ def test_rows_are_chosen_by_their_titles() -> None:
     assert peers.wanted(cell, ["window", "4,096", "local"]) == ["local-attention"], "as the pages print it"
     assert peers.wanted(cell, ["float32"]) == []
     assert peers.wanted(cell, []) == [peer.name for peer in peer_calls.peers_of("window")]
-    assert all(
-        math.isqrt(each.tokens) ** 2 == each.tokens for each in peers.cells(10**6) if each.name == "neighborhood"
-    )
+    assert all(math.isqrt(each.tokens) ** 2 == each.tokens for each in peers.cells() if each.name == "neighborhood")
 
 
 def test_a_process_that_dies_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,15 +187,11 @@ def measured(
 def tables(found: Any) -> Iterator[Table]:
     names = [name for name in ("multiply_add", "dot_product") if f"{name}_gflops" in found["machine"][0]]
     head = ("threads", *(TITLES[name] for name in names), TITLES["read"])
-    rows = [
-        (
-            str(one["threads"]),
-            *(f"{one[f'{name}_gflops']:,.0f} GFLOP/s" for name in names),
-            f"{one['read_gb_per_s']:,.1f} GB/s",
-        )
-        for one in found["machine"]
-    ]
-    yield Table(head, rows, "What the processor reaches at most, measured in registers, and in reading memory.")
+    limits = []
+    for one in found["machine"]:
+        rates = (f"{one[f'{name}_gflops']:,.0f} GFLOP/s" for name in names)
+        limits.append((str(one["threads"]), *rates, f"{one['read_gb_per_s']:,.1f} GB/s"))
+    yield Table(head, limits, "What the processor reaches at most, measured in registers, and in reading memory.")
     columns = list(dict.fromkeys((one["backward"], one["threads"]) for one in found["rows"]))
     titles = [f"{'backward' if backward else 'forward'}, {n} thread{'s' * (n != 1)}" for backward, n in columns]
     lines: dict[tuple[str, str, str], dict[tuple[bool, int], str]] = {}

@@ -40,18 +40,17 @@ LIMIT_S = 4.0  #: predicted seconds of a call, beyond which it is left out
 CELL_S = 150.0  #: seconds after which a cell's process is ended, and the peer that it was asking left out
 ROOT = RESULTS.parents[1]
 DTYPES = ("float32", "bfloat16")
-SHORT = 4096  #: tokens up to which `--short` measures
 Row = dict[str, Any]
 Times = dict[tuple[str, str, bool, str], tuple[Cell, float]]  #: of the longest cell so far, in milliseconds
 
 
-def cells(longest: int) -> Iterator[Cell]:
+def cells() -> Iterator[Cell]:
     """By problem, dtype and pass, with growing numbers of tokens."""
     for name, asked in PROBLEMS.items():
         for dtype in DTYPES:
             for backward in (False, True):
                 every = asked.trained if backward else asked.tokens
-                yield from (Cell(name, tokens, dtype, backward) for tokens in every if tokens <= longest)
+                yield from (Cell(name, tokens, dtype, backward) for tokens in every)
 
 
 def wanted(cell: Cell, words: Sequence[str]) -> list[str]:
@@ -119,12 +118,12 @@ def run(command: list[str], folder: Path) -> str:
     return f"the process ended with {done.returncode}: {done.stderr[-300:]}" if done.returncode else ""
 
 
-def all_rows(given: argparse.Namespace, missing: Mapping[str, str]) -> list[Row]:
+def all_rows(only: Sequence[str], missing: Mapping[str, str]) -> list[Row]:
     rows: list[Row] = []
     times: Times = {}
     with tempfile.TemporaryDirectory() as folder:
-        for cell in cells(SHORT if given.short else max(max(each.tokens) for each in PROBLEMS.values())):
-            names = wanted(cell, given.only)
+        for cell in cells():
+            names = wanted(cell, only)
             if not names:
                 continue
             for row in measured(cell, names, left_out(cell, missing, times), Path(folder)):
@@ -182,15 +181,14 @@ def main() -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     about = "rows whose titles contain all of these; 'forward:' is without backward"
     options.add_argument("--only", nargs="+", default=[], metavar="WORD", help=about)
-    options.add_argument("--short", action="store_true", help=f"up to {SHORT:,} tokens")
     given = options.parse_args()
     calm, versions = is_calm(), {peer.name: version(peer.distribution) for peer in PEERS}
-    rows = all_rows(given, {name: each for name, each in versions.items() if each == "not installed"})
+    rows = all_rows(given.only, {name: each for name, each in versions.items() if each == "not installed"})
     if not rows:
         example = Cell("dense causal", 1024, "float32", backward=False).title("F.sdpa")
         raise SystemExit(f"no row's title contains all of {', '.join(map(repr, given.only))}; one is {example!r}")
     figures = {"head_dim": HEAD_DIM, "limit_s": LIMIT_S, "calm_before": calm, "versions": versions, "rows": rows}
-    write(given.output, figures, tables, whole=not (given.only or given.short))
+    write(given.output, figures, tables, whole=not given.only)
 
 
 if __name__ == "__main__":
