@@ -51,15 +51,17 @@ def shown(name: str) -> str:
     kept = found.get("tables")
     tables: Iterable[Table]
     tables = importlib.import_module(program(name)).tables(found) if kept is None else (Table(**each) for each in kept)
-    about = f"By {command(name, found)}, {found['measured'][:10]}; {machine(found)}."
+    usual = machine(found) == machine(load("longnet"))
+    about = f"By {command(name, found)}, {found['measured'][:10]}{'' if usual else f'; {machine(found)}'}."
     return "\n\n".join((about, *(table.markdown() for table in tables)))
 
 
 def index(pages: dict[str, list[str]]) -> str:
-    """A row for each file, by page."""
+    """The usual machine, and a row for each file, by page."""
     rows = []
     for page, shows in pages.items():
         for name in shows:
             found = load(name)
             rows.append((f"[{page}]({page}.md)", f"`{name.replace('-', '/')}.json`", command(name, found)))
-    return markdown(("page", "file", "made by"), rows)
+    about = f"Measured on {machine(load('longnet'))}, unless the page says otherwise."
+    return f"{about}\n\n{markdown(('page', 'file', 'made by'), rows)}"
