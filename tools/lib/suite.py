@@ -75,7 +75,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
     print(f"written to {folder}; where that is tools/results, run `python -m tools.docs.build`")
-
-
-if __name__ == "__main__":
-    main()
