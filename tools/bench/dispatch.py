@@ -198,7 +198,6 @@ def main() -> None:
         "dense_nothing": overhead("nothing", dense, pattern=Dense()),
         "dilated_nothing": overhead("nothing", dilated, **branches),
         "warm_first_ms": warm_first(processes),
-        "import_after_torch_ms": import_ms("import attn_dispatch", processes)(),
         "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend", processes)(),
     }
     write(arguments.output, figures, tables)

@@ -1,16 +1,14 @@
 """Models from their input to their loss: a decoder over bytes, dense and with patterns, and a model of an image.
 
-    python -m tools.bench.end_to_end [training generation image transformers]
+    python -m tools.bench.end_to_end [training generation image]
 
 Models have 4 layers of 256 features and 4 heads, float32, batch 1. They differ in the function of q, k and v alone, and
 start from the same weights. A step is forward, backward and AdamW; steps of all models are timed in turns, after one
 that is not timed, in which `attend` measures. Peak memory is the rise of the process's own during a step.
-The last part is a Llama of Hugging Face transformers with the attention implementations that it has on a CPU.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 import time
@@ -44,8 +42,6 @@ LONGEST_DENSE = 16_384  #: tokens: a training step of dense attention over more 
 PROMPT, NEW = 16_384, 32
 SIDES, NEAR, MOST_MASKED = (64, 128), 13, 4096  #: of an image; a neighbourhood's; tokens up to which a mask is built
 IMAGE_ROUNDS = 5
-IMPLEMENTATIONS = {"sdpa": (2048, 8192), "eager": (2048,), "attn_dispatch": (2048, 8192)}  #: and their tokens
-LLAMA_ROUNDS, LLAMA_NEW = 5, 16
 TEXT = Path(__file__).parents[2] / "docs"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -263,51 +259,7 @@ def image() -> Iterator[dict[str, Any]]:
         yield {"side": side, "pattern": str(pattern), "loss_of_first_weights": losses, "models": found}
 
 
-def llama(implementation: str) -> Any:
-    """A Llama of transformers as large as the decoder above, with half as many heads of keys; random weights."""
-    library = importlib.import_module("transformers")
-    importlib.import_module("attn_dispatch.integrations.transformers")
-    torch.manual_seed(0)
-    config = library.LlamaConfig(
-        vocab_size=BYTES, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, max_position_embeddings=PROMPT,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = library.LlamaForCausalLM(config)
-    model.set_attn_implementation(implementation)
-    return model
-
-
-def llama_loss(model: Any, given: Tensor) -> Tensor:
-    loss: Tensor = model(given, labels=given, use_cache=False).loss
-    return loss
-
-
-def generated(model: Any, prompt: Tensor) -> Tensor:
-    found: Tensor = model.generate(prompt, max_new_tokens=LLAMA_NEW, do_sample=False)
-    return found[:, prompt.shape[1] :]
-
-
-def transformers() -> Iterator[dict[str, Any]]:
-    """A training step, and a prompt with new tokens after it; every implementation finds the same loss."""
-    for tokens in sorted({each for every in IMPLEMENTATIONS.values() for each in every}):
-        names = [name for name, every in IMPLEMENTATIONS.items() if tokens in every]
-        given = drawn(tokens - 1, torch.Generator().manual_seed(4))
-        found = {name: llama(name) for name in names}
-        losses = {name: float(llama_loss(model, given)) for name, model in found.items()}
-        if any(abs(each - losses[names[0]]) > 1e-4 * losses[names[0]] for each in losses.values()):
-            raise RuntimeError(f"models with the same weights differ in their loss: {losses}")
-        with torch.enable_grad():
-            steps = {name: Training(model, partial(llama_loss, given=given)) for name, model in found.items()}
-            trained = timed(steps, LLAMA_ROUNDS, names[0])
-        readers = {name: partial(generated, model.eval(), given) for name, model in found.items()}
-        yield {
-            "tokens": tokens, "loss_of_first_weights": losses, "training": trained,
-            "generation": timed(readers, LLAMA_ROUNDS, names[0]),
-        }  # fmt: skip
-
-
-PARTS = {"training": training, "generation": generation, "image": image, "transformers": transformers}
+PARTS = {"training": training, "generation": generation, "image": image}
 
 
 def tables(found: Any) -> Iterator[Table]:
@@ -346,23 +298,6 @@ def tables(found: Any) -> Iterator[Table]:
         "layer. With the same weights, all give the same loss.",
         "An image",
     )
-    rows = []
-    for each in found.get("transformers", ()):
-        base = next(iter(each["training"]))
-        for name, one in each["training"].items():
-            read = each["generation"][name]
-            cells = (
-                *step(one, gain_of(one["gain"], name == base)),
-                *step(read, gain_of(read["gain"], name == base))[::2],
-            )
-            rows.append((f"{each['tokens']:,}", f"`{name}`", *cells))
-    yield Table(
-        ("tokens", "`attn_implementation`", "a step", "peak memory", "`sdpa` / this", "generating", "`sdpa` / this"),
-        rows,
-        f"`LlamaForCausalLM` with random weights, of the sizes above. Generating: reading that many tokens, and "
-        f"{found['new']} new ones. All implementations give the same loss.",
-        "A Llama of transformers",
-    )
 
 
 IMAGES = {PYTORCH: "`F.sdpa` with a mask", "natural": "`attend`, row by row", "hilbert": "`attend`, along the curve"}
@@ -389,7 +324,7 @@ def main() -> None:
     options = parser(__doc__, "end_to_end.json")
     options.add_argument("parts", nargs="*", default=list(PARTS), help=f"some of {', '.join(PARTS)}")
     given = options.parse_args()
-    found: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "prompt": PROMPT, "new": LLAMA_NEW}
+    found: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "prompt": PROMPT}
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTN_DISPATCH_CACHE_DIR"] = folder

@@ -37,7 +37,6 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         "first_s": first,
         "median_s": statistics.median(later),
         "largest_s": max(later),
-        "sources": {source: sum(each["source"] == source for each in found) for source in {e["source"] for e in found}},
         "provisional": sum(bool(each["provisional"]) for each in found),
         "problems": [
             {name: each[name] for name in ("title", "first", "later", "choice", "provisional")} for each in found

@@ -117,9 +117,7 @@ def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
 
 def release() -> None:
     for name in (*OURS, *RIVALS):
-        let_go = getattr(registry.load(name), "release", None)
-        if let_go is not None:
-            let_go()
+        getattr(registry.load(name), "release", lambda: None)()
 
 
 def gain(found: dict[str, Timing], name: str) -> dict[str, float]:

@@ -161,7 +161,7 @@ def preferred(each: TritonKernel, problem: Problem, capability: int) -> tuple[Co
 
 def items(capabilities: Sequence[int]) -> list[Item]:
     """A kernel for each."""
-    every = [*product(capabilities, HEAD_DIMS, KINDS, KERNELS)]
+    every: list[tuple[int, int, tuple[str, str], TritonKernel]] = [*product(capabilities, HEAD_DIMS, KINDS, KERNELS)]
     every += product([each for each in capabilities if each in SUM_CAPABILITIES], SUMS, KINDS[::2], KERNELS)
     return [
         {"capability": capability, "kernel": each.kernel, "head_dim": head_dim, "dtype": dtype, "precision": precision}

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import Dense, Dilated, Problem, attend
 from attn_dispatch.backends import native, sdpa, sdpa_mask
-from attn_dispatch.machine.memory import available_bytes, peak_bytes
+from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import Oracle
 from attn_dispatch.tuning.rounds import Rounds, time_in_rounds
@@ -102,7 +102,6 @@ def long_forward(tokens: int, dtype: torch.dtype, backend: str) -> dict[str, Any
         timed()  # memory is measured in the second call
         return timed()
 
-    free = available_bytes(cpu)
     with torch.no_grad():
         out, above = peak_bytes(twice, cpu)
     if above is None:
@@ -118,7 +117,6 @@ def long_forward(tokens: int, dtype: torch.dtype, backend: str) -> dict[str, Any
         "qkv_out_bytes": held // 3 * 4,
         "peak_bytes": held + above,
         "peak_above_qkv_out": (held + above) / (held // 3 * 4) - 1,
-        "free_bytes_before": free,
         "check": checked(q, k, v, PATTERN, out),
     }
 

@@ -73,7 +73,7 @@ def _memory(pattern: Pattern, tokens: int, heads: int, ranks: int, backward: boo
     shard = tokens // ranks * heads * HEAD_DIM * 4
     return {
         "pattern": str(pattern), "tokens": tokens, "heads": heads, "dtype": "float32", "ranks": ranks,
-        "exchange": exchanges[0], "backward": backward, "peak_bytes": max(peaks), "least_peak_bytes": min(peaks),
+        "exchange": exchanges[0], "backward": backward, "peak_bytes": max(peaks),
         "qkv_out_bytes": 4 * shard,
     }  # fmt: skip
 

@@ -6,8 +6,7 @@
 
 Each environment is made by venv and pip in `.venv-matrix/`, and used again by a later run: remove its folder to have
 it made anew. torch's builds for CUDA, the ones of PyPI, take 3 GB of downloads and 6 GB of disk for each version.
-A Python that this system lacks is one of another system: run this program there, in a container for example, with the
-same checkout; it needs nothing but Python itself.
+It needs nothing but Python itself: run it in another system, with the same checkout, for a Python that this one lacks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """All benchmarks, or a quick run of those that a sceptic asks for first; and the comparison of two runs.
 
-    python -m tools.bench --quick [-o FOLDER]          under 10 minutes
-    python -m tools.bench --full                       all of them, over tools/results/: hours
-    python -m tools.bench --compare OLD [NEW]          folders or files of results
-
-Each benchmark writes a JSON file with the hardware, versions, commit, load and intervals.
+python -m tools.bench --quick [-o FOLDER]          under 10 minutes
+python -m tools.bench --full                       all of them, over tools/results/: hours
+python -m tools.bench --compare OLD [NEW]          folders or files of results
 """
 
 from __future__ import annotations
@@ -75,7 +73,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
     print(f"written to {folder}; where that is tools/results, run `python -m tools.docs.build`")
-
-
-if __name__ == "__main__":
-    main()

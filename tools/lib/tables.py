@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +31,19 @@ class Table:
         return "\n\n".join(parts)
 
     def show(self) -> None:
-        """Print it, as wide as the terminal."""
+        """Print it, unless its columns have no rows."""
         from rich.console import Console
         from rich.table import Table as Shown
 
-        shown = Shown(*self.columns, title=self.title or None, caption=self.about or None)
+        if self.columns and not self.rows:
+            return
+        shown = Shown(title=self.title or None)
+        for column in self.columns:
+            shown.add_column(column, overflow="fold")
         for row in self.rows:
             shown.add_row(*row)
-        Console(markup=False).print(shown if self.columns else "\n".join((self.about, *self.lines)))
+        console = Console(markup=False, width=None if sys.stdout.isatty() else 160)
+        console.print(*([shown] if self.columns else []), "\n".join((self.about, *self.lines)))
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
