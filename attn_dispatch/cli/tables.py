@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,10 +17,26 @@ from attn_dispatch.text import align, folded, milliseconds, printable, titled
 
 HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
 LEFT = {0, 1, 2, 3, 6, 7}
+WINNER_HEAD = ("problem", "winner", "time", "vs SDPA", "")
+PLAIN = ("sdpa", "sdpa_mask")  #: PyTorch's own attention, without a mask and with one
 KEY_DIGITS = 10  #: digits shown in tables; `inspect --key` takes any number
 NOT_COMPARED = {"failed", "incorrect", "quarantined"}
 REFUSED = {"not_installed", "unsupported"}
 _NOT_ASCII = re.compile(r"[^ -~\n]")
+
+
+class Table(NamedTuple):
+    """Texts under a head, for a terminal or a page; the columns `left` hold words, the others numbers."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Collection[int]
+    caption: str = ""
+    nothing: str = ""  #: said where there are no rows
+
+    def lines(self) -> list[str]:
+        """The table as lines."""
+        return align([list(self.head), *self.rows], self.left) if self.rows else [self.nothing]
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -37,16 +54,51 @@ def _escaped(character: str) -> str:
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
-def table(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> list[str]:
-    """One line for each decision: the chosen backend, and the next best time over its time.
+def decided(explanations: Sequence[Explanation], times: Sequence[str] = ()) -> Table:
+    """One row for each decision: the chosen backend, and the next best time over its time.
 
     Args:
         times: when each was measured; shown as a last column.
     """
-    rows = [list(HEAD), *(cells(explanation) for explanation in explanations)]
-    if times:
-        rows = [[*row, time] for row, time in zip(rows, ["measured (UTC)", *times])]
-    return align(rows, LEFT)
+    rows = list(map(cells, explanations))
+    if not times:
+        return Table(HEAD, rows, LEFT)
+    return Table((*HEAD, "measured (UTC)"), [[*row, time] for row, time in zip(rows, times)], LEFT)
+
+
+def winners(explanations: Sequence[Explanation]) -> Table:
+    """One row for each problem: the winner, its time, and PyTorch's over it."""
+    return Table(WINNER_HEAD, list(map(_winner_cells, explanations)), {0, 1, 4})
+
+
+def _winner_cells(explanation: Explanation) -> list[str]:
+    problem, found = compact(explanation.problem), {each.status: each for each in explanation.candidates}
+    if explanation.choice is None:
+        return [problem, "none", "-", "-", "no backend can run it"]
+    winner, name = found.get("chosen"), titled(explanation.choice, explanation.order or "natural")
+    if winner is None or not winner.median_ms:
+        return [problem, name, "-", "-", f"not measured ({_source(explanation)})"]
+    plain = [each for each in explanation.candidates if each.backend in PLAIN and each.order == "natural"]
+    rival = min((each for each in plain if _is_compared(each)), key=lambda each: each.median_ms or 0, default=None)
+    ratio = "-" if rival is None or not rival.median_ms else f"{rival.median_ms / winner.median_ms:.2f}x"
+    once = any(each is not None and each.rounds == 1 for each in (winner, rival))
+    source = _source(explanation).removeprefix("measured").removeprefix(", ")
+    return [problem, name, milliseconds(winner.median_ms), ratio, ", ".join(filter(None, [source, "1 sample" if once else ""]))]
+
+
+def _is_compared(candidate: CandidateReport) -> bool:
+    """Whether a candidate has a time that counts."""
+    return candidate.median_ms is not None and candidate.status not in NOT_COMPARED
+
+
+def left_for_full(explanations: Sequence[Explanation]) -> dict[str, int]:
+    """The candidates that the budget did not suffice for, with the number of problems that need more of it."""
+    return dict(Counter(
+        titled(each.backend, each.order)
+        for explanation in explanations
+        for each in explanation.candidates
+        if each.status == "not_measured" and "of the budget" in each.reason
+    ))  # fmt: skip
 
 
 def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
@@ -100,12 +152,16 @@ def cells(explanation: Explanation) -> list[str]:
 
 
 def _source(explanation: Explanation) -> str:
-    source = explanation.source + ", provisional" * bool(explanation.provisional)
-    return source + ", unchecked" * explanation.unchecked + ", drifted" * (explanation.drift is not None)
+    remarks = {
+        "provisional": bool(explanation.provisional),
+        "unchecked": explanation.unchecked,
+        "drifted": explanation.drift is not None,
+    }
+    return ", ".join([explanation.source, *(name for name, holds in remarks.items() if holds)])
 
 
 def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, str]:
-    timed = [(c.median_ms, c) for c in others if c.median_ms is not None and c.status not in NOT_COMPARED]
+    timed = [(c.median_ms, c) for c in others if c.median_ms is not None and _is_compared(c)]
     if not timed:
         return "-", _absences(others)
     rival_ms, rival = min(timed, key=lambda pair: pair[0])

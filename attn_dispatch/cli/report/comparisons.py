@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from attn_dispatch.cli.tables import Table
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.registry import BUILT_IN, LAST_RESORT
 from attn_dispatch.learning.predict import is_timed
@@ -17,6 +18,10 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import titled
 
+STATUSES = (
+    *("chosen", "tie", "slower", "not_measured", "over_memory", "unsupported", "not_installed", "failed"),
+    *("incorrect", "quarantined"),
+)
 _DIGITS = re.compile(r"\d[\d.,]*(?:e[-+]?\d+)?")
 
 
@@ -60,19 +65,6 @@ class Gain(NamedTuple):
         return f"{low:.2f} - {high:.2f}"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcomes:
-    """How often a candidate ended in each status, its reasons with their counts, and its times over the chosen one's.
-
-    Reasons that differ in numbers only are counted together; the first stands for all.
-    """
-
-    name: str
-    statuses: Counter[str]
-    reasons: tuple[tuple[str, str, int], ...]
-    ratios: tuple[float, ...]
-
-
 def preference(backend: str, order: Sequence[str] = BUILT_IN) -> int:
     """The place of a backend in an order of preference; plug-ins come before the last resort."""
     if backend == LAST_RESORT:
@@ -92,15 +84,12 @@ def default_of(decision: Decision) -> Row | None:
     return min(able, key=lambda row: (row.order != NATURAL, preference(row.backend, order)), default=None)
 
 
-def gain_over(default: Row | None, row: Row) -> Bounds | None:
-    """Low, middle and high of the default's time / the row's; None where one of them has no time."""
-    if default is None or not is_timed(default) or not is_timed(row):
+def ratio_of(one: Row | None, other: Row) -> Bounds | None:
+    """`time_ratio`; None where one has no time, or a time of 0 or without a limit leaves no ratio."""
+    if one is None or not is_timed(one) or not is_timed(other):
         return None
-    return (1.0, 1.0, 1.0) if default.id == row.id else _ratio(default, row)
-
-
-def _ratio(one: Row, other: Row) -> Bounds | None:
-    """`time_ratio`; None where a time of 0 or without a limit leaves no ratio."""
+    if one.id == other.id:
+        return 1.0, 1.0, 1.0
     try:
         low, middle, high = time_ratio(one, other)
     except ArithmeticError:
@@ -108,14 +97,18 @@ def _ratio(one: Row, other: Row) -> Bounds | None:
     return (low, middle, high) if 0 < low <= middle <= high < math.inf else None
 
 
+def chosen_row(decision: Decision) -> Row | None:
+    """The row of the choice."""
+    return next((row for row in decision.candidates if row.id == decision.chosen), None)
+
+
 def gain_of(decision: Decision) -> Gain:
     """The gain of a decision's choice."""
-    default = default_of(decision)
-    chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
+    default, chosen = default_of(decision), chosen_row(decision)
     if default is None or chosen is None:
         return Gain(None, False, None)
     single = default.id != chosen.id and 1 in (default.rounds, chosen.rounds)
-    return Gain(default.id, default.id == chosen.id, gain_over(default, chosen), single)
+    return Gain(default.id, default.id == chosen.id, ratio_of(default, chosen), single)
 
 
 def known_factors(gains: Iterable[Gain]) -> list[float]:
@@ -123,27 +116,40 @@ def known_factors(gains: Iterable[Gain]) -> list[float]:
     return [gain.bounds[1] for gain in gains if gain.bounds is not None and not gain.is_single]
 
 
-def outcomes(decisions: Sequence[Decision]) -> list[Outcomes]:
-    """One for each candidate, by preference."""
+def verdicts(decisions: Sequence[Decision]) -> Table:
+    """How often each candidate ended in each status, and its times over the chosen one's, by preference."""
     statuses: defaultdict[CandidateId, Counter[str]] = defaultdict(Counter)
-    reasons: defaultdict[CandidateId, dict[tuple[str, str], list[str]]] = defaultdict(dict)
     ratios: defaultdict[CandidateId, list[float]] = defaultdict(list)
     for decision in decisions:
-        chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
+        chosen = chosen_row(decision)
         for row in decision.candidates:
             statuses[row.id][row.status] += 1
-            if chosen is not None and row is not chosen and is_timed(row) and is_timed(chosen):
-                ratio = _ratio(row, chosen)
-                ratios[row.id] += [] if ratio is None else [ratio[1]]
-            if row.status != "chosen" and row.reason:
-                alike = row.status, _DIGITS.sub("#", row.reason)
-                reasons[row.id].setdefault(alike, []).append(row.reason)
-    return [
-        Outcomes(titled(*name), statuses[name], _most_common(reasons[name]), tuple(sorted(ratios[name])))
+            if chosen is not None and row is not chosen and (found := ratio_of(row, chosen)):
+                ratios[row.id].append(found[1])
+    shown = [status for status in STATUSES if any(each[status] for each in statuses.values())]
+    head = ("candidate", *(status.replace("_", " ") for status in shown), "time / the chosen one's: median (range)")
+    rows = [
+        [titled(*name), *(str(statuses[name][status] or "-") for status in shown), _spread(ratios[name])]
         for name in sorted(statuses, key=by_preference)
     ]
+    return Table(head, rows, {0}, "Verdicts of each candidate")
 
 
-def _most_common(reasons: dict[tuple[str, str], list[str]]) -> tuple[tuple[str, str, int], ...]:
-    found = sorted(reasons.items(), key=lambda each: -len(each[1]))
-    return tuple((status, texts[0], len(texts)) for (status, _), texts in found)
+def _spread(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "-"
+    return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} - {max(ratios):.2f})"
+
+
+def reasons(decisions: Sequence[Decision]) -> Table:
+    """Why candidates were not chosen, with the number of decisions."""
+    found: defaultdict[tuple[CandidateId, str, str], list[str]] = defaultdict(list)
+    for row in (row for decision in decisions for row in decision.candidates):
+        if row.status != "chosen" and row.reason:
+            found[row.id, row.status, _DIGITS.sub("#", row.reason)].append(row.reason)
+    ordered = sorted(found.items(), key=lambda each: (by_preference(each[0][0]), -len(each[1])))
+    rows = [
+        [titled(*name), status.replace("_", " "), str(len(texts)), texts[0]] for (name, status, _), texts in ordered
+    ]
+    caption = "Reasons; of those that differ in numbers only, one"
+    return Table(("candidate", "verdict", "decisions", "reason"), rows, {0, 1, 3}, caption)
