@@ -18,7 +18,7 @@ from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.quarantine import Entry, Quarantine, shown_time, silicons
+from attn_dispatch.store.quarantine import Quarantine, shown_time, silicons
 from attn_dispatch.text import gib
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def lines(report: Report) -> list[str]:
 
     found = hardware()
     software = f"torch {found.torch}, CUDA {found.cuda or 'none'}"
-    unusable = [f"{each['device']} cannot be used: {each['unusable']}" for each in report["devices"] if each["unusable"]]
+    unusable = [
+        f"{each['device']} cannot be used: {each['unusable']}" for each in report["devices"] if each["unusable"]
+    ]
     return [*str(found).splitlines(), software, *unusable]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,9 +38,6 @@ OPTIONS = (
     "dtype",
     "backward",
 )
-EDGES = ("clip", "shift")
-EDGES_HELP = "'clip' cuts windows at the border, as by default; 'shift' moves them inside, as NATTEN does"
-STRIDE_HELP = "consecutive queries of an axis that share one window, one number or one per axis; needs --edges shift"
 
 
 class Shape(NamedTuple):
@@ -71,20 +68,32 @@ def add_options(parser: argparse.ArgumentParser, about: str = "") -> None:
         help="lengths from A, doubling, up to B, or a list A,B,..; "
         "they replace the N of each shape, or of 1,N,8,64; with --grid, the grid is scaled to about these numbers of "
         "tokens")  # fmt: skip
-    add("--segments", metavar="W,..", type=counts, help="dilated attention: tokens per segment of each branch")
-    add("--dilations", metavar="R,..", type=counts, help="dilated attention: dilation rate of each branch")
-    add("--grid", metavar="H,W", type=counts, help="neighborhood attention: tokens per axis, 1 to 3 axes; sets N")
-    add("--window", metavar="W,..", type=window,
-        help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
-        "window, 'none' for no limit; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
-    add("--edges", choices=EDGES, help=f"with --grid: {EDGES_HELP}")
-    add("--stride", metavar="S,..", type=counts, help=f"with --grid: {STRIDE_HELP}")
+    add_patterns(add)
     _add_switch(shapes, "--causal", "mask the keys after each query")
     add("--dtype", metavar="T,..", type=dtypes,
         help="float16, bfloat16, float32, float64 (short: f16, bf16, f32, f64); by default float32 on a CPU "
         "and the dtype that 'attn-dispatch doctor' advises on a GPU")  # fmt: skip
     add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
     _add_switch(shapes, "--backward", "time forward and backward together")
+
+
+def add_patterns(add: Callable[..., object]) -> None:
+    """Add the options that describe a pattern, by a parser's `add_argument`."""
+    add("--segments", metavar="W,..", type=counts, help="dilated attention: tokens per segment of each branch")
+    add("--dilations", metavar="R,..", type=counts, help="dilated attention: dilation rate of each branch")
+    add("--grid", metavar="H,W", type=counts,
+        help="neighborhood attention: tokens per axis, 1 to 3 axes; sets the length")  # fmt: skip
+    add("--window", metavar="W,..", type=window,
+        help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
+        "window, 'none' for no limit; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
+    add(
+        "--edges",
+        choices=("clip", "shift"),
+        help="with --grid: 'clip' cuts windows at the border, as by default; 'shift' moves them inside, as NATTEN does",
+    )
+    add("--stride", metavar="S,..", type=counts,
+        help="with --grid: consecutive queries of an axis that share one window, one number or one per axis; needs "
+        "--edges shift")  # fmt: skip
 
 
 def given(args: argparse.Namespace) -> list[str]:

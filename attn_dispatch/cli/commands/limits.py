@@ -12,13 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.cli import options
-from attn_dispatch.cli.tables import compact, print_json
+from attn_dispatch.cli.tables import Table, compact, print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.text import align, gib, milliseconds, one_line, printable
+from attn_dispatch.text import gib, milliseconds, one_line, printable
 
 if TYPE_CHECKING:
     import torch
@@ -144,8 +145,6 @@ def _memory(args: argparse.Namespace, device: torch.device) -> int:
 def _search(
     args: argparse.Namespace, singles: list[argparse.Namespace], memory_bytes: int, searches: list[Search]
 ) -> None:
-    from functools import partial
-
     from rich.console import Console
 
     from attn_dispatch.cli.longest import Search, Tried
@@ -170,10 +169,10 @@ def _search(
 
 
 def _progress(tried: Tried) -> str:
-    start = f"{tried.tokens:,} tokens" + f" with {tried.backend}" * bool(tried.backend)
+    start = f"{tried.tokens:,} tokens" + (f" with {tried.backend}" if tried.backend else "")
     if tried.seconds is None:
         return f"{start}: {tried.reason}"
-    return f"{start}: {milliseconds(tried.seconds * 1e3)}" + f", {_bytes(tried.peak_bytes)}" * bool(tried.peak_bytes)
+    return f"{start}: {milliseconds(tried.seconds * 1e3)}, memory {_bytes(tried.peak_bytes)}"
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ def _lines(searches: list[Search], device: torch.device, memory_bytes: int) -> l
     groups: dict[str, list[list[str]]] = {}
     for each in searches:
         groups.setdefault(_title(each), []).append(_cells(each))
-    lines = iter(align([list(HEAD), *(row for rows in groups.values() for row in rows)], LEFT))
+    lines = iter(Table(HEAD, [row for rows in groups.values() for row in rows], LEFT).lines())
     found = [f"device   {device}, {gib(memory_bytes)} at most", "", next(lines)]
     for title, rows in groups.items():
         found += ["", title, *(next(lines) for _ in rows)]
@@ -206,7 +205,7 @@ def _cells(search: Search) -> list[str]:
     cells.append("-" if search.estimate is None else f"{search.estimate:,}")
     if failed is None:
         return [*cells, "-", "the longest that was asked for" if search.complete else "not finished"]
-    by_other = f"{failed.backend}: " * (failed.backend not in ("", backend))
+    by_other = "" if failed.backend in ("", backend) else f"{failed.backend}: "
     return [*cells, f"{failed.tokens:,}", by_other + failed.reason]
 
 

@@ -14,22 +14,12 @@ from typing import Any
 
 from attn_dispatch.cli import machine, thresholds
 from attn_dispatch.cli.report import plots
-from attn_dispatch.cli.report.comparisons import (
-    Gain,
-    by_preference,
-    chosen_row,
-    gain_of,
-    known_factors,
-    preference,
-    reasons,
-    verdicts,
-)
+from attn_dispatch.cli.report.comparisons import by_preference, verdicts
 from attn_dispatch.cli.report.markup import Html, element, join, table
 from attn_dispatch.cli.report.plots import Look
 from attn_dispatch.cli.report.series import Point, Series, all_series
-from attn_dispatch.cli.tables import Table, cells, compact
+from attn_dispatch.cli.tables import KEY_DIGITS, PLAIN, Table, cells, gain_of
 from attn_dispatch.decisions.explanation import HEAD, LEFT, Explanation
-from attn_dispatch.kernels.registry import is_built_in
 from attn_dispatch.learning import speedups
 from attn_dispatch.learning.predict import PROBLEM_ERRORS, is_timed
 from attn_dispatch.learning.speedups import SpeedupSeries
@@ -40,16 +30,11 @@ from attn_dispatch.text import gib, milliseconds, one_line, printable, titled
 
 COLOURS = 14  #: in page.css
 DETAILED = 500  #: decisions, the newest ones, whose candidates the page holds
-DECISION_HEAD = ("problem", "backend", "median", "vs default")
-DRIFT_HEAD = (
-    *("problem", "backend", "stored median", "stored interval", "live median", "live interval", "live / stored"),
-    "seen (UTC)",
-)
-NO_DRIFT = "No decision is marked. $ATTN_DISPATCH_SENTINEL sets the share of live calls that are timed."
-DEFAULT = "The default is what runs where nothing was measured: the first backend by preference that can run."
+DECISION_HEAD = ("problem", "winner", "time", "vs SDPA")
+SDPA = "SDPA is PyTorch's scaled_dot_product_attention, with a dense mask where the pattern needs one: the faster one."
 AXES = (
-    "Bands and bars are 95 % intervals of the median; of ratios to the default, the paired 99 % interval where one of "
-    "the two was chosen, else the extreme ratios. Orders other than the natural one are dashed. Dotted: the fastest "
+    "Bands and bars are 95 % intervals of the median; of ratios to SDPA, the paired 99 % interval where one of the two "
+    "was chosen, else the extreme ratios. Orders other than the natural one are dashed. Dotted: the fastest "
     "candidate changes. Both axes are logarithmic; 1k is 1,024. A click on a name fades the others."
 )
 LICENCE = (
@@ -59,9 +44,7 @@ LICENCE = (
 Section = tuple[str, str, Html]  #: its id, title and content
 
 
-def page(
-    decisions: Sequence[Decision], report: machine.Report, *, made: str, version: str
-) -> tuple[str, list[str]]:
+def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, version: str) -> tuple[str, list[str]]:
     """The whole page, and what it leaves out: the decisions that cannot be shown, with reasons.
 
     Args:
@@ -72,35 +55,36 @@ def page(
     Raises:
         AttnDispatchError: vl-convert is not installed.
     """
-    hardware, excluded = ("machine", "Machine", _machine(report)), ("quarantine", "Strikes and quarantines", _excluded(report))
+    machine_section = ("machine", "Machine", _machine(report))
+    excluded = ("quarantine", "Strikes and quarantines", _excluded(report))
     if not decisions:
         start = ("decisions", "Decisions", _no_decisions(report["folder"]))
-        return _document([start, hardware, excluded], {}, made=made, version=version), []
-    left_out: list[str] = []
-    try:
-        found, data = _content(decisions, report)
-    except PROBLEM_ERRORS:
-        decisions, left_out = _showable(decisions, report)
-        found, data = _content(decisions, report)
-    shown = [
-        ("summary", "Summary", found["summary"]),
-        hardware,
-        ("decisions", "Decisions", join([_left_out(left_out), found["decisions"]])),
-        ("lengths", "Time and memory against length", found["lengths"]),
-        ("orders", "Token orders: Hilbert and others", found["orders"]),
-        ("losers", "Why the others lost", found["losers"]),
+        return _document([start, machine_section, excluded], {}, made=made, version=version), []
+    shown, left_out = _showable(decisions)
+    series, orders = all_series(shown), _order_series(shown)
+    sections = [
+        ("summary", "Summary", _summary(shown, report)),
+        machine_section,
+        ("decisions", "Decisions", join([_left_out(left_out), _decided(shown)])),
+        ("lengths", "Time and memory against length", _lengths(series)),
+        ("orders", "Token orders: Hilbert and others", _orders(orders)),
+        ("losers", "Why the others lost", table(verdicts(shown))),
         excluded,
-        ("drift", "Drift", found["drift"]),
     ]
-    return _document(shown, data, made=made, version=version), left_out
+    return _document(sections, _compiled(_data(series, orders), shown), made=made, version=version), left_out
 
 
-def _showable(decisions: Sequence[Decision], report: machine.Report) -> tuple[list[Decision], list[str]]:
+def _order_series(decisions: Sequence[Decision]) -> list[tuple[SpeedupSeries, Threshold | None]]:
+    return [(each, threshold_of(each)) for each in sorted(speedups.all_series(decisions), key=thresholds.sort_key)]
+
+
+def _showable(decisions: Sequence[Decision]) -> tuple[list[Decision], list[str]]:
     """The decisions that can be shown; the others by name, with what they raise."""
     found, left_out = [], []
     for each in decisions:
         try:
-            _content([each], report)
+            _row(each, several=False, detailed=True)
+            json.dumps(_data(all_series([each]), _order_series([each])), allow_nan=False)
         except PROBLEM_ERRORS as error:
             left_out.append(printable(f"key {each.key} of {each.silicon} ({each.title}): {one_line(error)}"))
         else:
@@ -108,50 +92,25 @@ def _showable(decisions: Sequence[Decision], report: machine.Report) -> tuple[li
     return found, left_out
 
 
-def _content(decisions: Sequence[Decision], report: machine.Report) -> tuple[dict[str, Html], dict[str, Any]]:
-    """The sections about decisions, and the data of their plots.
-
-    Raises:
-        Some of PROBLEM_ERRORS: a decision holds what no measurement of this version gives.
-    """
-    series, gains = all_series(decisions), list(map(gain_of, decisions))
-    orders = [(each, threshold_of(each)) for each in sorted(speedups.all_series(decisions), key=thresholds.sort_key)]
-    data: dict[str, Any] = {}
-    if series:
-        panels = (plots.TIME, plots.GAIN, plots.MEMORY)
-        data["series"] = {"all": list(map(_series_data, series)), "spec": plots.compiled(panels, _looks(decisions))}
-    if orders:
-        looks = [Look(name, "var(--c7)", "circle", (1, 0)) for name in dict.fromkeys(each.order for each, _ in orders)]
-        data["order"] = {"all": [_order_data(*pair) for pair in orders], "spec": plots.compiled([plots.ORDER], looks)}
-    json.dumps(data, allow_nan=False)  # raises ValueError where the page could not hold it
-    return {
-        "summary": _summary(decisions, gains, report),
-        "decisions": _decided(decisions, gains),
-        "lengths": _lengths(series),
-        "orders": _orders(orders),
-        "losers": _losers(decisions),
-        "drift": _drift(decisions),
-    }, data
-
-
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _summary(decisions: Sequence[Decision], gains: Sequence[Gain], report: machine.Report) -> Html:
-    """Counts, and the gains over the default."""
-    known = known_factors(gains)
+def _summary(decisions: Sequence[Decision], report: machine.Report) -> Html:
+    """Counts, and the gains over PyTorch's own attention."""
+    gains = [gain for each in decisions if (gain := gain_of(Explanation.of(each)))]
+    known = [gain.factor for gain in gains if not gain.is_single and 0 < gain.factor < math.inf]
     mean, most = (f"{statistics.geometric_mean(known):.2f}x", f"{max(known):.2f}x") if known else ("-", "-")
     facts = [
-        (f"{len(decisions):,}", "decisions"),
-        (f"{sum(gain.is_changed for gain in gains):,}", "choose another candidate than the default"),
-        (mean, f"the default's speed: geometric mean of the {len(known):,} with several samples of both"),
-        (most, "the default's speed at best"),
-        (f"{sum(bool(each.provisional) for each in decisions):,}", "provisional: a later process measures them again"),
-        (f"{sum(each.drift is not None for each in decisions):,}", "drifted: live calls take another time"),
-        (f"{len(report['quarantines']) + len(report['strikes']):,}", "quarantines and strikes"),
+        (len(decisions), "decisions"),
+        (sum(each.choice not in PLAIN for each in decisions), "choose another backend than SDPA"),
+        (mean, f"SDPA's time / the choice's: geometric mean of the {len(known):,} with several samples of both"),
+        (most, "SDPA's time / the choice's at best"),
+        (sum(bool(each.provisional) for each in decisions), "provisional: a later process measures them again"),
+        (sum(each.drift is not None for each in decisions), "drifted: live calls take another time"),
+        (len(report["quarantines"]) + len(report["strikes"]), "quarantines and strikes"),
     ]
-    cards = [element("div", element("dt", name), element("dd", value)) for value, name in facts]
-    return join([element("dl", *cards, class_="cards"), _note(DEFAULT)])
+    cards = [element("div", element("dt", name), element("dd", str(value))) for value, name in facts]
+    return join([element("dl", *cards, class_="cards"), _note(SDPA)])
 
 
 def _note(text: str) -> Html:
@@ -190,13 +149,13 @@ def _left_out(reasons: Sequence[str]) -> Html:
     return join([element("p", text), element("ul", *items)] if items else [])
 
 
-def _decided(decisions: Sequence[Decision], gains: Sequence[Gain]) -> Html:
+def _decided(decisions: Sequence[Decision]) -> Html:
     """All decisions: a row each, and what it was chosen from. The page's script searches and sorts them."""
     search = element("input", type="search", id="search", autocomplete="off", placeholder="e.g. dilated provisional")
     head = [element("th", element("button", name, type="button"), scope="col") for name in DECISION_HEAD]
     several = len({decision.silicon for decision in decisions}) > 1
-    bodies = [_row(*pair, several, at < DETAILED) for at, pair in enumerate(zip(decisions, gains))]
-    caption = "Newest first. Below each: the next best, when it was measured, its key, and all candidates on request."
+    bodies = [_row(each, several=several, detailed=at < DETAILED) for at, each in enumerate(decisions)]
+    caption = "Newest first. Below each: where it comes from, its key, and all candidates on request."
     if len(decisions) > DETAILED:
         caption += f" Of those after the first {DETAILED}, 'attn-dispatch inspect --key KEY' lists the candidates."
     inner = element("table", element("caption", caption), element("thead", element("tr", *head)), *bodies, id="decided")
@@ -207,22 +166,23 @@ def _decided(decisions: Sequence[Decision], gains: Sequence[Gain]) -> Html:
     ])  # fmt: skip
 
 
-def _row(decision: Decision, gain: Gain, several: bool, detailed: bool) -> Html:
-    explanation, row = Explanation.of(decision), chosen_row(decision)
-    key, problem, backend, source, median, ratio, rival = cells(explanation)
+def _row(decision: Decision, *, several: bool, detailed: bool) -> Html:
+    explanation = Explanation.of(decision)
+    problem, winner, time, ratio, remarks = cells(explanation)
+    gain, chosen = gain_of(explanation), next((row for row in decision.candidates if row.status == "chosen"), None)
+    interval = f"{gain.low:.2f} - {gain.high:.2f}" if gain and gain.low and gain.high else ""
     when = f"{decision.created[:16].replace('T', ' ')} UTC"
-    more = [f"next {ratio} {rival}", source, when, *([decision.silicon] if several else []), f"key {key}"]
-    summary, detail = " · ".join(more), element("p", " · ".join(more), class_="note")
+    summary = " · ".join([remarks, when, *([decision.silicon] if several else []), f"key {decision.key[:KEY_DIGITS]}"])
+    below = element("p", summary, class_="note")
     if detailed:
-        detail = element("details", element("summary", summary), _detail(decision, explanation))
-    factor = None if gain.bounds is None else gain.bounds[1]
+        below = element("details", element("summary", summary), _detail(decision, explanation))
     first = element("tr",
         element("th", problem, scope="row"),
-        element("td", backend),
-        element("td", median, class_="n", data_v=None if row is None else row.median_ms),
-        element("td", gain.verdict, element("small", gain.interval), class_="n", data_v=factor),
+        element("td", winner),
+        element("td", time, data_v=None if chosen is None else chosen.median_ms),
+        element("td", ratio, element("small", interval), data_v=None if gain is None else gain.factor),
     )  # fmt: skip
-    return element("tbody", first, element("tr", element("td", detail, colspan=len(DECISION_HEAD))))
+    return element("tbody", first, element("tr", element("td", below, colspan=len(DECISION_HEAD))))
 
 
 def _detail(decision: Decision, explanation: Explanation) -> Html:
@@ -247,11 +207,12 @@ def _orders(found: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Html:
     """The threshold of every token order, and a plot of the evidence of one at a time."""
     if not found:
         return element("p", thresholds.NOTHING)
-    made, titles, told = thresholds.table(found), [], []
+    made = thresholds.table(found)
+    titles, told = list[tuple[str, str]](), list[Html]()
     for (series, threshold), (pattern, dtype, head_dim, direction, order, *_) in zip(found, made.rows):
         titles.append((series.silicon, f"{order}: {pattern}, {dtype}, head_dim {head_dim}, {direction}"))
         rows = [
-            [f"{tokens:,}", f"{factor:.2f}x", f"{low:.2f} - {high:.2f}", key[:10]]
+            [f"{tokens:,}", f"{factor:.2f}x", f"{low:.2f} - {high:.2f}", key[:KEY_DIGITS]]
             for tokens, factor, low, high, key in sorted(series.speedups)
             if all(map(math.isfinite, (factor, low, high)))
         ]
@@ -275,52 +236,35 @@ def _plot(name: str, label: str, titles: Sequence[tuple[str, str]], told: Sequen
     ]
 
 
-def _losers(decisions: Sequence[Decision]) -> Html:
-    """How often each candidate lost, and why."""
-    found = reasons(decisions)
-    more = [element("details", element("summary", f"Reasons ({len(found.rows)})"), table(found))] if found.rows else []
-    note = _note("How often each candidate got which verdict. Each decision has its own reasons.")
-    return join([note, table(verdicts(decisions)), *more])
-
-
-def _drift(decisions: Sequence[Decision]) -> Html:
-    """The decisions that live calls contradict."""
-    rows = []
-    for decision in decisions:
-        live, row = decision.drift, chosen_row(decision)
-        if live is not None and row is not None and row.median_ms:
-            stored, now = (
-                [milliseconds(each.median_ms or 0), _interval(each.low_ms, each.high_ms)] for each in (row, live)
-            )
-            ratio, seen = f"{live.median_ms / row.median_ms:.2f}x", live.seen[:16].replace("T", " ")
-            rows.append([compact(decision.title), titled(*row.id), *stored, *now, ratio, seen])
-    caption = "Decisions whose live calls take another time than was measured; 'attn-dispatch profile' measures again"
-    return table(Table(DRIFT_HEAD, rows, {0, 1, 7}, caption, NO_DRIFT))
-
-
-def _interval(low_ms: float | None, high_ms: float | None) -> str:
-    return "-" if low_ms is None or high_ms is None else f"{milliseconds(low_ms)} - {milliseconds(high_ms)}"
-
-
 # --- data of plots ----------------------------------------------------------------------------------------------------
 
 
-def _looks(decisions: Sequence[Decision]) -> list[Look]:
-    """The look of every timed candidate, by preference.
+def _data(series: Sequence[Series], orders: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> dict[str, Any]:
+    """Points and marks of every series, by plot; nothing for a plot without any."""
+    found = {"series": list(map(_series_data, series)), "order": [_order_data(*pair) for pair in orders]}
+    return {name: {"all": each} for name, each in found.items() if each}
 
-    A backend of this package has the colour of its place by preference; others share those that no timed one has.
-    """
+
+def _compiled(data: dict[str, Any], decisions: Sequence[Decision]) -> dict[str, Any]:
+    """The same with each plot as Vega."""
+    orders = dict.fromkeys(point["name"] for each in data.get("order", {}).get("all", ()) for point in each["points"])
+    plot = {
+        "series": ((plots.TIME, plots.GAIN, plots.MEMORY), _looks(decisions)),
+        "order": ((plots.ORDER,), [Look(name, "var(--c7)", "circle", (1, 0)) for name in orders]),
+    }
+    return {name: {**each, "spec": plots.compiled(*plot[name])} for name, each in data.items()}
+
+
+def _looks(decisions: Sequence[Decision]) -> list[Look]:
+    """The look of every timed candidate: a colour and a shape for each backend, a dash for each order."""
     names = sorted({row.id for each in decisions for row in each.candidates if is_timed(row)}, key=by_preference)
     backends = list(dict.fromkeys(backend for backend, _ in names))
-    colours = {name: preference(name) for name in backends if is_built_in(name)}
-    free = [at for at in range(COLOURS) if at not in colours.values()] or list(range(COLOURS))
-    others = [name for name in backends if name not in colours]
-    colours |= {name: free[at % len(free)] for at, name in enumerate(others)}
+    at = {name: place for place, name in enumerate(backends)}
     return [
         Look(
             titled(backend, order),
-            f"var(--c{colours[backend]})",
-            plots.SHAPES[backends.index(backend) % len(plots.SHAPES)],
+            f"var(--c{at[backend] % COLOURS})",
+            plots.SHAPES[at[backend] % len(plots.SHAPES)],
             plots.DASHES.get(order, plots.DASHED[0]),
         )
         for backend, order in names
@@ -328,18 +272,21 @@ def _looks(decisions: Sequence[Decision]) -> list[Look]:
 
 
 def _series_data(series: Series) -> dict[str, Any]:
-    marks = [{"tokens": each.tokens, "text": f"~{float(f'{each.tokens:.2g}'):,.0f}"} for each in series.crossings if each.tokens]
+    lengths = [each.tokens for each in series.crossings if each.tokens is not None]
+    marks = [{"tokens": tokens, "text": f"~{float(f'{tokens:.2g}'):,.0f}"} for tokens in lengths]
     return {"points": list(map(_point, series.points)), "marks": marks}
 
 
 def _point(point: Point) -> dict[str, Any]:
     row, name = point.row, titled(*point.row.id)
-    interval = "1 sample" if point.is_single else _interval(row.low_ms, row.high_ms)
+    bounds = [milliseconds(each) for each in (row.low_ms, row.high_ms) if each is not None]
+    interval = "1 sample" if point.is_single else " - ".join(bounds)
     text = f"{name}, {point.tokens:,} tokens\n{milliseconds(point.ms)} ({interval})"
-    found = {"name": name, "tokens": point.tokens, **_bounds("ms", (row.low_ms or point.ms, point.ms, row.high_ms or point.ms))}
+    times = row.low_ms or point.ms, point.ms, row.high_ms or point.ms
+    found = {"name": name, "tokens": point.tokens, **_bounds("ms", times)}
     if point.gain is not None:
         found |= _bounds("gain", point.gain)
-        text += f"\ngain {_factor(*point.gain)}"
+        text += f"\nvs SDPA {_factor(*point.gain)}"
     if row.peak_bytes:
         found["bytes"] = row.peak_bytes
         text += f"\nmemory {gib(row.peak_bytes)}"
@@ -363,9 +310,7 @@ def _order_data(series: SpeedupSeries, threshold: Threshold | None) -> dict[str,
 
 def _bounds(field: str, bounds: tuple[float, float, float]) -> dict[str, float]:
     """Rounded, for the page's size."""
-    return {
-        name: float(f"{value:.5g}") for name, value in zip((f"{field}_low", field, f"{field}_high"), bounds)
-    }
+    return {name: float(f"{value:.5g}") for name, value in zip((f"{field}_low", field, f"{field}_high"), bounds)}
 
 
 def _factor(low: float, middle: float, high: float) -> str:
@@ -387,7 +332,9 @@ def _document(shown: Sequence[Section], data: Mapping[str, Any], *, made: str, v
     # Only these scripts run, and nothing is loaded, whatever a name in the store holds. Vega compiles its expressions.
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = f"script-src {allowed} 'unsafe-eval'; " if scripts else ""
-    policy = f"default-src 'none'; {policy}style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; {policy}style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
     head = [
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=policy),

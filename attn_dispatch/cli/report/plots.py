@@ -43,7 +43,7 @@ class Panel(NamedTuple):
 
 
 TIME = Panel("Time of one call", "ms", MS)
-GAIN = Panel("Time of the default / this time: above 1 is faster", "gain", TIMES, reference=1.0)
+GAIN = Panel("SDPA's time / this time: above 1 is faster", "gain", TIMES, reference=1.0)
 MEMORY = Panel("Peak memory of one call", "bytes", BYTES, base=2, has_interval=False)
 ORDER = Panel("Time in natural order / time in this order: above 1 is faster", "gain", TIMES, reference=1.0)
 
@@ -116,7 +116,7 @@ def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, 
     value, low = _y(panel, panel.field), _y(panel, f"{panel.field}_low")
     span = {"y": low, "y2": {"field": f"{panel.field}_high"}, "color": colour}
     picked = {"name": "picked", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
-    spans = [{"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": span}, {"mark": "rule", "encoding": span}]
+    spans: list[dict[str, Any]] = [{"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": span}, {"mark": "rule", "encoding": span}]
     layers: list[dict[str, Any]] = [
         *(spans if panel.has_interval else []),
         {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": value, "color": colour, "strokeDash": dash}},

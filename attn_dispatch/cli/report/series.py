@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from attn_dispatch.cli.report.comparisons import by_preference, default_of, ratio_of
+from attn_dispatch.cli.report.comparisons import by_preference, gain_over, plain_of
 from attn_dispatch.cli.tables import Table, compact
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import Bounds, family_of
@@ -26,7 +26,7 @@ _GRID = re.compile(r"grid=\([\d, ]*\)")
 
 
 class Point(NamedTuple):
-    """A timed candidate at one length. `gain` is the default's time / this one's, with bounds."""
+    """A timed candidate at one length. `gain` is PyTorch's time / this one's, with bounds."""
 
     tokens: int
     row: Row
@@ -55,12 +55,11 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """The points of problems that share all but the length, on one silicon, and the names of their defaults."""
+    """The points of problems that share all but the length, on one silicon."""
 
     title: str
     silicon: str
     points: Sequence[Point]
-    defaults: Sequence[str]
 
     @cached_property
     def by_length(self) -> dict[int, dict[CandidateId, Point]]:
@@ -78,7 +77,7 @@ class Series:
 
     @property
     def notes(self) -> list[str]:
-        """Where the fastest candidate changes; or that it is not known, since it was sampled once; the defaults."""
+        """Where the fastest candidate changes; or that it is not known, since it was sampled once."""
         fastest = map(_fastest, self.by_length.values())
         once = ", ".join(f"{each.tokens:,}" for each in fastest if each.is_single)
         found = [f"Fastest: {each.text}." for each in self.crossings]
@@ -86,17 +85,17 @@ class Series:
             found.append(f"Which candidate is the fastest is not known at {once} tokens: it was timed once there.")
         elif not found:
             found.append("The same candidate is the fastest at all measured lengths.")
-        return [*found, *([f"The default here: {', '.join(self.defaults)}."] if self.defaults else [])]
+        return found
 
     @property
     def numbers(self) -> Table:
-        """A row for each length and a column for each candidate: its time, and how much faster than the default."""
+        """A row for each length and a column for each candidate: its time, and how much faster than PyTorch's it is."""
         names = sorted({point.row.id for point in self.points}, key=by_preference)
         rows = [
             [f"{tokens:,}", *(_cell(points[name]) if name in points else "-" for name in names)]
             for tokens, points in self.by_length.items()
         ]
-        caption = "Median time (times the default's speed)"
+        caption = "Median time (times SDPA's speed)"
         return Table(["tokens", *(titled(*name) for name in names)], rows, {0}, caption)
 
 
@@ -117,8 +116,8 @@ def all_series(decisions: Sequence[Decision]) -> list[Series]:
             longest = max(each, key=lambda decision: _tokens(decision.problem))
             named[silicon, _title(longest)].append((shared, each))
     found = [
-        _series(title + _differing(shared, [other for other, _ in alike]), members)
-        for (_, title), alike in named.items()
+        Series(title + _differing(shared, [other for other, _ in alike]), silicon, [*chain(*map(_points, members))])
+        for (silicon, title), alike in named.items()
         for shared, members in alike
     ]
     return sorted(found, key=lambda each: (-len(each.by_length), -len(each.points), each.silicon, each.title))
@@ -135,16 +134,9 @@ def _by_segments(members: Sequence[Decision]) -> list[list[Decision]]:
     return [[members[at] for at in sorted(own)] for own in places if not any(own < other for other in places)]
 
 
-def _series(title: str, members: Sequence[Decision]) -> Series:
-    points: list[Point] = []
-    defaults: dict[str, None] = {}
-    for decision in members:
-        default, tokens = default_of(decision), _tokens(decision.problem)
-        found = [Point(tokens, row, ratio_of(default, row)) for row in decision.candidates if is_timed(row)]
-        if default is not None and any(point.gain for point in found):
-            defaults[titled(*default.id)] = None
-        points += found
-    return Series(title, members[0].silicon, sorted(points, key=lambda point: point.tokens), list(defaults))
+def _points(decision: Decision) -> list[Point]:
+    plain, tokens = plain_of(decision), _tokens(decision.problem)
+    return [Point(tokens, row, gain_over(plain, row)) for row in decision.candidates if is_timed(row)]
 
 
 def _tokens(problem: Mapping[str, Any]) -> int:
@@ -189,7 +181,8 @@ def _crossing(one: Mapping[CandidateId, Point], two: Mapping[CandidateId, Point]
     between = f"measured at {first.tokens:,} and {last.tokens:,}"
     rival, former = one.get(last.row.id), two.get(first.row.id)
     if rival is None or former is None or rival.is_single or former.is_single:
-        return Crossing(None, f"{change}: {between}; where they cross is unknown, since one was not timed at both, or once")
+        why = "where they cross is unknown, since one was not timed at both, or once"
+        return Crossing(None, f"{change}: {between}; {why}")
     ahead = math.log(rival.ms) - math.log(first.ms)
     behind = math.log(former.ms) - math.log(last.ms)
     share = ahead / (ahead + behind) if ahead + behind else 0.5
