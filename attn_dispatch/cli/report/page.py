@@ -63,7 +63,11 @@ def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, ve
     shown, left_out = _showable(decisions)
     series, orders = all_series(shown), _order_series(shown)
     sections = [
-        ("summary", "Summary", _summary(shown, report)),
+        (
+            "summary",
+            "Summary",
+            _summary(list(map(Explanation.of, shown)), len(report["quarantines"]) + len(report["strikes"])),
+        ),
         machine_section,
         ("decisions", "Decisions", join([_left_out(left_out), _decided(shown)])),
         ("lengths", "Time and memory against length", _lengths(series)),
@@ -95,19 +99,19 @@ def _showable(decisions: Sequence[Decision]) -> tuple[list[Decision], list[str]]
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _summary(decisions: Sequence[Decision], report: machine.Report) -> Html:
-    """Counts, and the gains over PyTorch's own attention."""
-    gains = [gain for each in decisions if (gain := gain_of(Explanation.of(each)))]
-    known = [gain.factor for gain in gains if not gain.is_single and 0 < gain.factor < math.inf]
+def _summary(found: Sequence[Explanation], excluded: int) -> Html:
+    """Counts, and the gains over PyTorch's own attention: of times that were sampled more than once."""
+    gains = [gain.factor for each in found if (gain := gain_of(each)) and not gain.is_single]
+    known = [gain for gain in gains if 0 < gain < math.inf]
     mean, most = (f"{statistics.geometric_mean(known):.2f}x", f"{max(known):.2f}x") if known else ("-", "-")
     facts = [
-        (len(decisions), "decisions"),
-        (sum(each.choice not in PLAIN for each in decisions), "choose another backend than SDPA"),
+        (len(found), "decisions"),
+        (sum(each.choice not in PLAIN for each in found), "choose another backend than SDPA"),
         (mean, f"SDPA's time / the choice's: geometric mean of the {len(known):,} with several samples of both"),
         (most, "SDPA's time / the choice's at best"),
-        (sum(bool(each.provisional) for each in decisions), "provisional: a later process measures them again"),
-        (sum(each.drift is not None for each in decisions), "drifted: live calls take another time"),
-        (len(report["quarantines"]) + len(report["strikes"]), "quarantines and strikes"),
+        (sum(bool(each.provisional) for each in found), "provisional: a later process measures them again"),
+        (sum(each.drift is not None for each in found), "drifted: live calls take another time"),
+        (excluded, "quarantines and strikes"),
     ]
     cards = [element("div", element("dt", name), element("dd", str(value))) for value, name in facts]
     return join([element("dl", *cards, class_="cards"), _note(SDPA)])
@@ -349,7 +353,7 @@ def _document(shown: Sequence[Section], data: Mapping[str, Any], *, made: str, v
         element("nav", element("ul", *links), aria_label="sections"),
         element("main", *body, id="content"),
         element("footer", element("p", "Made by 'attn-dispatch report'."), *[element("p", LICENCE)] * bool(data)),
-        element("script", _packed(data), type="text/plain", id="data"),
+        *([element("script", _packed(data), type="text/plain", id="data")] if data else []),
         *(element("script", Html(script)) for script in scripts),
     ]
     return f"<!doctype html>\n{element('html', element('head', *head), element('body', *parts), lang='en')}\n"

@@ -116,7 +116,10 @@ def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, 
     value, low = _y(panel, panel.field), _y(panel, f"{panel.field}_low")
     span = {"y": low, "y2": {"field": f"{panel.field}_high"}, "color": colour}
     picked = {"name": "picked", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
-    spans: list[dict[str, Any]] = [{"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": span}, {"mark": "rule", "encoding": span}]
+    spans: list[dict[str, Any]] = [
+        {"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": span},
+        {"mark": "rule", "encoding": span},
+    ]
     layers: list[dict[str, Any]] = [
         *(spans if panel.has_interval else []),
         {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": value, "color": colour, "strokeDash": dash}},
