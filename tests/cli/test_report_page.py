@@ -142,7 +142,7 @@ def test_marks_stand_where_logarithmic_axes_put_them(page: Page, file: Path) -> 
         assert pixels == pytest.approx([pixels[at] + scale * (value - values[at]) for value in values], abs=0.1)
     assert [len(marks(page, "series", panel)) for panel in (1, 2)] == [len(expected)] * 2
     assert "~3,000" in page.ask("document.querySelector('#plot-series svg').textContent")
-    assert "sdpa to native at about 3,000 tokens" in page.ask("document.querySelector('#lengths').innerText")
+    assert "sdpa to native at about 3,000 tokens" in page.ask("document.querySelector('#time').innerText")
 
 
 def test_the_legend_fades_the_others(page: Page, file: Path) -> None:
@@ -157,7 +157,7 @@ def test_another_series_is_drawn_on_request(page: Page, file: Path) -> None:
     page.open(file)
     page.ask("Object.assign(document.querySelector('#series'), {value: 1}).dispatchEvent(new Event('input'))")
     page.wait_for("document.querySelectorAll('#plot-series .concat_0_group .mark-symbol.role-mark path').length === 9")
-    assert "native@hilbert" in page.ask("document.querySelector('#lengths').innerText")
+    assert "native@hilbert" in page.ask("document.querySelector('#time').innerText")
     assert (
         page.ask("document.querySelector('#plot-series .role-legend').textContent") == "sdpa_masknativenative@hilbert"
     )
@@ -165,7 +165,7 @@ def test_another_series_is_drawn_on_request(page: Page, file: Path) -> None:
 
 def test_orders_show_the_threshold_and_its_evidence(page: Page, file: Path) -> None:
     page.open(file)
-    text = page.ask("document.querySelector('#orders').innerText")
+    text = page.ask("document.querySelector('#token').innerText")
     assert "Pays: above 3,000 tokens (1,024 - 4,096)." in text
     assert len(marks(page, "order")) == 3
     assert "from 3,000" in page.ask("document.querySelector('#plot-order svg').textContent")
@@ -173,8 +173,8 @@ def test_orders_show_the_threshold_and_its_evidence(page: Page, file: Path) -> N
 
 def test_losers_quarantines_and_drift(page: Page, file: Path) -> None:
     page.open(file)
-    assert made_up.REFUSED.reason in page.ask("document.querySelector('#losers').innerText")
-    quarantine = page.ask("document.querySelector('#quarantine').innerText")
+    assert made_up.REFUSED.reason in page.ask("document.querySelector('#why').innerText")
+    quarantine = page.ask("document.querySelector('#strikes').innerText")
     assert "SIGSEGV" in quarantine
     assert "dq is wrong by 0.31" in quarantine
     page.ask(OPEN_ALL)

@@ -24,7 +24,7 @@
     const [container, select] = [find(`plot-${name}`), find(name)];
     const view = new vega.View(vega.parse(spec), { renderer: "svg", container, logLevel: vega.error });
     const draw = () => {
-      const { points, marks } = all[select.value];
+      const [points, marks] = all[select.value];
       document.querySelectorAll(`[data-of=${name}]`).forEach((each, at) => { each.hidden = at !== Number(select.value); });
       const names = [...new Set(points.map((point) => point.name))];
       view.data("points", points).data("marks", marks).signal("names", names).width(container.clientWidth - 75).runAsync();

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import json
 import math
+import secrets
 import statistics
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.cli import machine, thresholds
 from attn_dispatch.cli.report import plots
@@ -28,6 +28,7 @@ from attn_dispatch.settings import NO_HOME, NOWHERE
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import gib, milliseconds, one_line, printable, titled
 
+PANELS = {"series": (plots.TIME, plots.GAIN, plots.MEMORY), "order": (plots.ORDER,)}
 COLOURS = 14  #: in page.css
 DETAILED = 500  #: decisions, the newest ones, whose candidates the page holds
 DECISION_HEAD = ("problem", "winner", "time", "vs SDPA")
@@ -41,7 +42,15 @@ LICENCE = (
     "Plots: Vega, copyright 2015-2023 University of Washington Interactive Data Lab, under the BSD 3-Clause licence."
 )
 
-Section = tuple[str, str, Html]  #: its id, title and content
+
+class Drawn(NamedTuple):
+    """What plots show at a time: points and marks as `plots.compiled` has them, and what is told beside them."""
+
+    silicon: str
+    title: str
+    points: list[dict[str, Any]]
+    marks: list[dict[str, Any]]
+    told: Html
 
 
 def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, version: str) -> tuple[str, list[str]]:
@@ -55,30 +64,38 @@ def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, ve
     Raises:
         AttnDispatchError: vl-convert is not installed.
     """
-    machine_section = ("machine", "Machine", _machine(report))
-    excluded = ("quarantine", "Strikes and quarantines", _excluded(report))
+    about = f"{made} UTC, attn-dispatch {version}"
+    sections = {"Machine": _machine(report), "Strikes and quarantines": _excluded(report)}
     if not decisions:
-        start = ("decisions", "Decisions", _no_decisions(report["folder"]))
-        return _document([start, machine_section, excluded], {}, made=made, version=version), []
+        return _document({"Decisions": _no_decisions(report["folder"]), **sections}, None, about), []
     shown, left_out = _showable(decisions)
-    series, orders = all_series(shown), _order_series(shown)
-    sections = [
-        (
-            "summary",
-            "Summary",
-            _summary(list(map(Explanation.of, shown)), len(report["quarantines"]) + len(report["strikes"])),
-        ),
-        machine_section,
-        ("decisions", "Decisions", join([_left_out(left_out), _decided(shown)])),
-        ("lengths", "Time and memory against length", _lengths(series)),
-        ("orders", "Token orders: Hilbert and others", _orders(orders)),
-        ("losers", "Why the others lost", table(verdicts(shown))),
-        excluded,
-    ]
-    return _document(sections, _compiled(_data(series, orders), shown), made=made, version=version), left_out
+    orders = _thresholds(shown)
+    drawn = {"series": list(map(_series, all_series(shown))), "order": [_order(*pair) for pair in orders]}
+    looks = {
+        "series": _looks(shown),
+        "order": [
+            Look(name, "var(--c7)", "circle", (1, 0)) for name in dict.fromkeys(each.order for each, _ in orders)
+        ],
+    }
+    data = {
+        name: {"spec": plots.compiled(PANELS[name], looks[name]), "all": [[each.points, each.marks] for each in found]}
+        for name, found in drawn.items()
+        if found
+    }
+    excluded = len(report["quarantines"]) + len(report["strikes"])
+    sections = {
+        "Summary": _summary(list(map(Explanation.of, shown)), excluded),
+        "Machine": sections["Machine"],
+        "Decisions": join([_left_out(left_out), _decided(shown)]),
+        "Time and memory against length": join([_note(AXES), *_plot("series", "Problems", drawn["series"])]),
+        "Token orders": join([*_learned(orders), *_plot("order", "Evidence", drawn["order"])]),
+        "Why the others lost": table(verdicts(shown)),
+        **sections,
+    }
+    return _document(sections, data, about), left_out
 
 
-def _order_series(decisions: Sequence[Decision]) -> list[tuple[SpeedupSeries, Threshold | None]]:
+def _thresholds(decisions: Sequence[Decision]) -> list[tuple[SpeedupSeries, Threshold | None]]:
     return [(each, threshold_of(each)) for each in sorted(speedups.all_series(decisions), key=thresholds.sort_key)]
 
 
@@ -88,7 +105,8 @@ def _showable(decisions: Sequence[Decision]) -> tuple[list[Decision], list[str]]
     for each in decisions:
         try:
             _row(each, several=False, detailed=True)
-            json.dumps(_data(all_series([each]), _order_series([each])), allow_nan=False)
+            drawn = [*map(_series, all_series([each])), *(_order(*pair) for pair in _thresholds([each]))]
+            json.dumps(drawn, allow_nan=False)
         except PROBLEM_ERRORS as error:
             left_out.append(printable(f"key {each.key} of {each.silicon} ({each.title}): {one_line(error)}"))
         else:
@@ -198,65 +216,26 @@ def _detail(decision: Decision, explanation: Explanation) -> Html:
     return join([element("p", "\n".join(lines), class_="lines"), table(candidates, chosen)])
 
 
-def _lengths(series: Sequence[Series]) -> Html:
-    """Plots of one series at a time, and its numbers."""
-    if not series:
-        return element("p", "No decision holds a measured time.")
-    titles = [(each.silicon, each.title) for each in series]
-    told = [join([*(element("p", note) for note in each.notes), table(each.numbers)]) for each in series]
-    return join([_note(AXES), *_plot("series", "Problems", titles, told)])
+def _learned(found: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> list[Html]:
+    """The threshold of every token order."""
+    return [*map(_note, thresholds.EXPLAINED if found else ()), table(thresholds.table(found))]
 
 
-def _orders(found: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Html:
-    """The threshold of every token order, and a plot of the evidence of one at a time."""
-    if not found:
-        return element("p", thresholds.NOTHING)
-    made = thresholds.table(found)
-    titles, told = list[tuple[str, str]](), list[Html]()
-    for (series, threshold), (pattern, dtype, head_dim, direction, order, *_) in zip(found, made.rows):
-        titles.append((series.silicon, f"{order}: {pattern}, {dtype}, head_dim {head_dim}, {direction}"))
-        rows = [
-            [f"{tokens:,}", f"{factor:.2f}x", f"{low:.2f} - {high:.2f}", key[:KEY_DIGITS]]
-            for tokens, factor, low, high, key in sorted(series.speedups)
-            if all(map(math.isfinite, (factor, low, high)))
-        ]
-        numbers = Table(("tokens", "gain", "interval", "key"), rows, {0, 3}, "Its evidence")
-        told.append(join([element("p", f"Pays: {thresholds.threshold_text(threshold)}."), table(numbers)]))
-    notes = map(_note, thresholds.EXPLAINED)
-    return join([*notes, table(made), *_plot("order", "Evidence", titles, told)])
-
-
-def _plot(name: str, label: str, titles: Sequence[tuple[str, str]], told: Sequence[Html]) -> list[Html]:
-    """A list to choose from, by silicon if there are several, a place for the plots, and what is told of each."""
+def _plot(name: str, label: str, drawn: Sequence[Drawn]) -> list[Html]:
+    """A list to choose from, by silicon, a place for the plots, and what is told of each; nothing for none."""
     options: dict[str, list[Html]] = {}
-    for at, (silicon, title) in enumerate(titles):
-        options.setdefault(silicon, []).append(element("option", title, value=at))
+    for at, each in enumerate(drawn):
+        options.setdefault(each.silicon, []).append(element("option", each.title, value=at))
     groups = [element("optgroup", *found, label=silicon) for silicon, found in options.items()]
-    select = element("select", *(groups if len(groups) > 1 else next(iter(options.values()))), id=name)
-    return [
-        element("label", f"{label} ({len(titles)})", select, class_="chooser"),
-        element("div", id=f"plot-{name}", class_="plot", aria_hidden="true"),
-        *(element("div", each, data_of=name, hidden=at > 0) for at, each in enumerate(told)),
-    ]
-
-
-# --- data of plots ----------------------------------------------------------------------------------------------------
-
-
-def _data(series: Sequence[Series], orders: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> dict[str, Any]:
-    """Points and marks of every series, by plot; nothing for a plot without any."""
-    found = {"series": list(map(_series_data, series)), "order": [_order_data(*pair) for pair in orders]}
-    return {name: {"all": each} for name, each in found.items() if each}
-
-
-def _compiled(data: dict[str, Any], decisions: Sequence[Decision]) -> dict[str, Any]:
-    """The same with each plot as Vega."""
-    orders = dict.fromkeys(point["name"] for each in data.get("order", {}).get("all", ()) for point in each["points"])
-    plot = {
-        "series": ((plots.TIME, plots.GAIN, plots.MEMORY), _looks(decisions)),
-        "order": ((plots.ORDER,), [Look(name, "var(--c7)", "circle", (1, 0)) for name in orders]),
-    }
-    return {name: {**each, "spec": plots.compiled(*plot[name])} for name, each in data.items()}
+    return (
+        [
+            element("label", f"{label} ({len(drawn)})", element("select", *groups, id=name), class_="chooser"),
+            element("div", id=f"plot-{name}", class_="plot", aria_hidden="true"),
+            *(element("div", each.told, data_of=name, hidden=at > 0) for at, each in enumerate(drawn)),
+        ]
+        if drawn
+        else []
+    )
 
 
 def _looks(decisions: Sequence[Decision]) -> list[Look]:
@@ -275,10 +254,12 @@ def _looks(decisions: Sequence[Decision]) -> list[Look]:
     ]
 
 
-def _series_data(series: Series) -> dict[str, Any]:
+def _series(series: Series) -> Drawn:
+    """Times, gains and memory against length, and where the fastest candidate changes."""
     lengths = [each.tokens for each in series.crossings if each.tokens is not None]
     marks = [{"tokens": tokens, "text": f"~{float(f'{tokens:.2g}'):,.0f}"} for tokens in lengths]
-    return {"points": list(map(_point, series.points)), "marks": marks}
+    told = join([*(element("p", note) for note in series.notes), table(series.numbers)])
+    return Drawn(series.silicon, series.title, list(map(_point, series.points)), marks, told)
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -297,19 +278,28 @@ def _point(point: Point) -> dict[str, Any]:
     return {**found, "text": text}
 
 
-def _order_data(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
-    """All speed-ups by length, and the threshold."""
-    tokens = None if threshold is None else threshold.tokens
+def _order(series: SpeedupSeries, threshold: Threshold | None) -> Drawn:
+    """The gain of an order against length, and its threshold."""
+    pattern, dtype, head_dim, direction, order, _, _, pays = thresholds.table([(series, threshold)]).rows[0]
     points = [
         {
-            "name": series.order,
+            "name": order,
             "tokens": each.tokens,
             **_bounds("gain", (each.low, each.factor, each.high)),
             "text": f"{each.tokens:,} tokens\n{_factor(each.low, each.factor, each.high)}",
         }
         for each in by_length(series.speedups)
     ]
-    return {"points": points, "marks": [] if tokens is None else [{"tokens": tokens, "text": f"from {tokens:,}"}]}
+    marks = (
+        [{"tokens": threshold.tokens, "text": f"from {threshold.tokens:,}"}] if threshold and threshold.tokens else []
+    )
+    rows = [
+        [f"{each.tokens:,}", _factor(each.low, each.factor, each.high), each.key[:KEY_DIGITS]]
+        for each in series.speedups
+    ]
+    numbers = Table(("tokens", "gain", "key"), rows, {0, 2}, "Its evidence")
+    told = join([element("p", f"Pays: {pays}."), table(numbers)])
+    return Drawn(series.silicon, f"{order}: {pattern}, {dtype}, head_dim {head_dim}, {direction}", points, marks, told)
 
 
 def _bounds(field: str, bounds: tuple[float, float, float]) -> dict[str, float]:
@@ -324,37 +314,41 @@ def _factor(low: float, middle: float, high: float) -> str:
 # --- document ---------------------------------------------------------------------------------------------------------
 
 
-def _document(shown: Sequence[Section], data: Mapping[str, Any], *, made: str, version: str) -> str:
-    links = [element("li", element("a", title, href=f"#{name}")) for name, title, _ in shown]
+def _document(sections: Mapping[str, Html], data: Mapping[str, Any] | None, about: str) -> str:
+    """The sections by title, under links to each; scripts and the plots' data where there are any."""
+    links, body = list[Html](), list[Html]()
+    for title, content in sections.items():
+        name = title.split()[0].lower()
+        links.append(element("li", element("a", title, href=f"#{name}")))
+        body.append(
+            element(
+                "section", element("h2", title, id=f"{name}-title"), content, id=name, aria_labelledby=f"{name}-title"
+            )
+        )
     themes = [element("option", name, value=name.partition(" ")[0]) for name in ("system theme", "light", "dark")]
-    title = element("div", element("h1", "attn-dispatch report"), element("p", f"{made} UTC, attn-dispatch {version}"))
-    body = [
-        element("section", element("h2", title, id=f"{name}-title"), content, id=name, aria_labelledby=f"{name}-title")
-        for name, title, content in shown
-    ]
-    scripts = [plots.runtime(), _text("page.js")] if data else []
-    # Only these scripts run, and nothing is loaded, whatever a name in the store holds. Vega compiles its expressions.
-    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    policy = f"script-src {allowed} 'unsafe-eval'; " if scripts else ""
-    policy = (
-        f"default-src 'none'; {policy}style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    # Only scripts with the nonce run, and nothing is loaded, whatever a name in the store holds. Vega compiles its
+    # expressions.
+    nonce = secrets.token_urlsafe(16)
+    scripts = [] if data is None else [plots.runtime(), _text("page.js")]
+    policy = f"script-src 'nonce-{nonce}' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+    packed = [] if data is None else [element("script", _packed(data), type="text/plain", id="data")]
     head = [
         element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", http_equiv="Content-Security-Policy", content=f"default-src 'none'; {policy}"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", f"attn-dispatch report, {made} UTC"),
+        element("title", f"attn-dispatch report, {about}"),
         element("link", rel="icon", href="data:,"),
         element("style", Html(_text("page.css"))),
     ]
+    title = element("div", element("h1", "attn-dispatch report"), element("p", about))
     parts = [
         element("a", "Skip to the content", href="#content", class_="skip"),
         element("header", title, element("select", *themes, id="theme", aria_label="Theme")),
         element("nav", element("ul", *links), aria_label="sections"),
         element("main", *body, id="content"),
-        element("footer", element("p", "Made by 'attn-dispatch report'."), *[element("p", LICENCE)] * bool(data)),
-        *([element("script", _packed(data), type="text/plain", id="data")] if data else []),
-        *(element("script", Html(script)) for script in scripts),
+        element("footer", *([] if data is None else [element("p", LICENCE)])),
+        *packed,
+        *(element("script", Html(script), nonce=nonce) for script in scripts),
     ]
     return f"<!doctype html>\n{element('html', element('head', *head), element('body', *parts), lang='en')}\n"
 
@@ -363,10 +357,6 @@ def _packed(data: Mapping[str, Any]) -> Html:
     """JSON as gzip in base64, which ends no script element; browsers unpack it by themselves."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Html(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _text(name: str) -> str:
