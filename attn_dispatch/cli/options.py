@@ -59,20 +59,19 @@ def add_options(parser: argparse.ArgumentParser, about: str = "") -> None:
     Args:
         about: more for `--help`.
     """
-    text = "A number may end in k or M: 32k is 32768, 1M is 1048576. Lists give every combination."
+    text = "32k is 32768, 1M is 1048576. Lists give every combination."
     shapes = parser.add_argument_group("problems", f"{text} {about}".rstrip())
     add = shapes.add_argument
     add("--shape", metavar="B,N,H,D", type=shape, action="append",
         help="batch, length, heads, head_dim of q; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
     add("--lengths", metavar="A:B", type=lengths,
-        help="lengths from A, doubling, up to B, or a list A,B,..; "
-        "they replace the N of each shape, or of 1,N,8,64; with --grid, the grid is scaled to about these numbers of "
-        "tokens")  # fmt: skip
+        help="lengths from A, doubling, up to B, or a list A,B,.., in place of the N of each shape, or of 1,N,8,64; "
+        "with --grid, it is scaled to about so many tokens")  # fmt: skip
     add_patterns(add)
     _add_switch(shapes, "--causal", "mask the keys after each query")
     add("--dtype", metavar="T,..", type=dtypes,
-        help="float16, bfloat16, float32, float64 (short: f16, bf16, f32, f64); by default float32 on a CPU "
-        "and the dtype that 'attn-dispatch doctor' advises on a GPU")  # fmt: skip
+        help="float16, bfloat16, float32, float64, or f16, bf16, f32, f64; by default float32 on a CPU, else what "
+        "'attn-dispatch doctor' advises")  # fmt: skip
     add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
     _add_switch(shapes, "--backward", "time forward and backward together")
 
@@ -89,11 +88,10 @@ def add_patterns(add: Callable[..., object]) -> None:
     add(
         "--edges",
         choices=("clip", "shift"),
-        help="with --grid: 'clip' cuts windows at the border, as by default; 'shift' moves them inside, as NATTEN does",
+        help="with --grid: 'clip' cuts windows at the border (default); 'shift' moves them inside, as NATTEN does",
     )
     add("--stride", metavar="S,..", type=counts,
-        help="with --grid: consecutive queries of an axis that share one window, one number or one per axis; needs "
-        "--edges shift")  # fmt: skip
+        help="with --edges shift: consecutive queries that share one window, one number or one per axis")  # fmt: skip
 
 
 def given(args: argparse.Namespace) -> list[str]:

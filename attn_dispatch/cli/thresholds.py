@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS, Threshold, by_length, threshold_of
-from attn_dispatch.store.decision import Decision
-from attn_dispatch.store.folder import Store
 from attn_dispatch.text import printable
 
 HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
@@ -37,13 +35,6 @@ def run(folder: Path, as_json: bool) -> int:
     else:
         print(*lines(found), sep="\n")
     return 0
-
-
-def of_groups(folder: Path, groups: Iterable[tuple[str, str]]) -> list[SpeedupSeries]:
-    """The series of some groups, given as (silicon, group)."""
-    store = Store(folder)
-    decisions: list[Decision] = [each for address in dict.fromkeys(groups) for each in store.group(*address)]
-    return all_series(decisions)
 
 
 def lines(found: Sequence[SpeedupSeries]) -> list[str]:

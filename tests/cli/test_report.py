@@ -264,6 +264,7 @@ def test_a_decision_that_cannot_be_shown_is_named(folder: Path) -> None:
     assert all(each.key[:10] in found for each in others)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_library")
 def test_3000_decisions_fit(folder: Path) -> None:
     decisions = [

@@ -149,8 +149,8 @@ def test_the_legend_fades_the_others(page: Page, file: Path) -> None:
     page.open(file)
     page.ask("document.querySelector('#plot-series .role-legend-label text').dispatchEvent("
              "new MouseEvent('click', {bubbles: true}))")  # fmt: skip
-    opacities = "[...document.querySelectorAll('#plot-series .mark-symbol.role-mark path')].map((mark) => mark.getAttribute('opacity'))"
-    page.wait_for(f"{opacities}.filter((each) => each === '0.08').length === 30")
+    faded = "document.querySelectorAll('#plot-series .mark-symbol.role-mark path[opacity=\"0.08\"]')"
+    page.wait_for(f"{faded}.length === 30")
 
 
 def test_another_series_is_drawn_on_request(page: Page, file: Path) -> None:
@@ -246,7 +246,7 @@ def test_names_from_elsewhere_run_nothing(page: Page, tmp_path: Path) -> None:
     assert page.ask("document.title").startswith("attn-dispatch report")
 
 
-@pytest.mark.parametrize("times", [{SDPA: 1.97}, {SDPA: 1.97, NATIVE: 1.99}, {SDPA: 0.31, NATIVE: 0.45}])
+@pytest.mark.parametrize("times", [{SDPA: 1.97}, {SDPA: 0.31, NATIVE: 0.45}])
 def test_narrow_plots_have_labels(times: dict[tuple[str, str], float], page: Page, tmp_path: Path) -> None:
     """Of one length: no power of 2 and no round number lies between the least and the largest."""
     decision = made_up.whole(planted.problem_at(1100), times)

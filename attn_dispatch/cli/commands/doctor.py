@@ -1,5 +1,5 @@
 """Show this machine's devices, which backends can run on them and why others cannot, quarantines, strikes (deaths and
-hangs that exclude nothing now, but count if there is another), and where decisions are stored.
+hangs that count if there is another), and where decisions are stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EXAMPLE = """examples:
   attn-dispatch doctor
   attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
-      lift the quarantines of a backend and forget its strikes, so that trials include it; shows nothing else"""
+      trials include this backend again"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,6 @@
-"""Merge decisions from files into the stored ones: bundles that `export` wrote, single decisions, or folders of
-either. Each candidate's latest measurement is stored, in whatever order files are read; no candidate is lost. What was
-measured on this machine stays. Imported decisions are used once a short check on this machine has confirmed them.
-Where some for this processor run by `native`, it is compiled."""
+"""Merge decisions from files into the stored ones: each candidate's latest measurement counts, in whatever order files
+are read, and what was measured on this machine stays. Imported decisions are used once a short check here has confirmed
+them. Where some for this processor run by `native`, it is compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from attn_dispatch.text import printable
 EXAMPLE = """examples:
   attn-dispatch import decisions.json
   attn-dispatch import s3://bucket/decisions.json /home/other/.cache/attn-dispatch
-      exit code 1 if a file or a decision in it could not be read, or holds a time that no such machine can reach"""
+      exit code 1 if some could not be read, or holds a time that no such machine can reach"""
 
 OUTCOMES = ("added", "merged", "unchanged", "refused")
 
@@ -44,7 +43,7 @@ class Source(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("places", metavar="FILE-or-URL", nargs="+",
-        help="a file, a folder (another cache folder, too) or a URL, which is a name with :// in it")  # fmt: skip
+        help="a file that export wrote, a single decision, a folder of either, or a URL (with ://)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,10 +24,9 @@ EXAMPLE = """examples:
   attn-dispatch inspect --key 3f9a
       one decision in full; keys are in the first column of the table
   attn-dispatch inspect --regret
-      each decision predicted from the others of its group: how much slower the learned choice is than the best
+      each decision predicted from the others of its group
   attn-dispatch inspect --thresholds
-      sequence lengths above which a token order such as hilbert is faster, with a plot; needs measurements of
-      'attn-dispatch profile --thresholds'"""
+      lengths above which a token order such as hilbert is faster, with a plot; 'profile --thresholds' measures"""
 
 Stored = tuple[Path, Decision]
 

@@ -1,5 +1,5 @@
 """Find the longest sequence that fits. Each length is tried in a process of its own that can take no more memory than
---memory, and never more than 80 % of what is free. Stores no decisions, and measures nothing for them.
+--memory, and never more than 80 % of what is free. Stores no decisions.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   attn-dispatch limits --segments 2k,4k,8k --dilations 1,2,4 --dtype bf16
-      LongNet's attention in all the memory that is free
   attn-dispatch limits --shape 1,8k,16/4,128 --causal --backward --backend all --memory 8GiB
-      a training step, from 8192 tokens upward, as on a device of 8 GiB; a row for each backend
+      a training step, as on a device of 8 GiB; a row for each backend
   attn-dispatch limits --lengths 64k:1M --window 4k --max-seconds 10
-      between 65536 and 1048576 tokens, in calls of 10 s at most
+      in calls of 10 s at most
 
 Ctrl-C prints what was found; so does SIGTERM."""
 
@@ -55,12 +54,11 @@ GUESSED = (
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(
         parser,
-        "The search goes upward from N of --shape, or from A to B of --lengths, whatever lies between; of a list, from "
-        "its least to its largest; by default from 1024.",
+        "The search goes upward from N of --shape, by default 1024, or from the least to the largest of --lengths.",
     )
     add = parser.add_argument
-    add("--backend", metavar="NAME", help="this one, or 'all' for a row each; by default the one that attend() takes "
-        "at each length without measuring")  # fmt: skip
+    backend = "this one, or 'all' for a row each; by default what attend() takes at each length without measuring"
+    add("--backend", metavar="NAME", help=backend)
     add("--memory", metavar="SIZE", type=options.size,
         help="for q, k, v, results and workspace together, such as 8GiB; by default, and at most, 80 %% of what is "
         "free")  # fmt: skip

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   attn-dispatch plan --tokens 512M --ranks 64 --segments 2k,64M --dilations 1,32k --dtype bf16 --link 50 --rate 200
-      half a billion tokens over 64 ranks, each with a 50 GB/s link each way and 200 TFLOP/s
+      half a billion tokens over 64 ranks
   attn-dispatch plan --tokens 1M --ranks 1,2,4,8 --causal --layout zigzag --backward --link 10
-      a training step on 1 to 8 ranks, at the rate measured on this machine"""
+      a training step, at the rate measured on this machine"""
 
 HEAD = ("ranks", "exchange", "memory", "buffers", "sends", "all send", "time", "tokens/s", "speed-up", "verdict")
 LEFT = {1, 9}
@@ -44,16 +44,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--ranks", metavar="P,..", type=options.lengths, required=True, help=ranks)
     link = "of each rank, each way; a GB is 10**9 bytes"
     add("--link", metavar="GB/s", type=options.positive, required=True, help=link)
-    add("--rate", metavar="TFLOP/s", type=options.positive,
-        help="rate of each rank on the pattern's query-key pairs; by default that of the fastest backend in the "
-        "nearest decision stored on this machine")  # fmt: skip
+    rate = "of each rank on query-key pairs; by default of the fastest backend in the nearest decision stored here"
+    add("--rate", metavar="TFLOP/s", type=options.positive, help=rate)
     add("--heads", metavar="H", type=options.count, default=options.DEFAULT.heads, help="of q; by default %(default)s")
     add("--kv-heads", metavar="H", type=options.count, help="of k and v; by default as many as q has")
     add("--head-dim", metavar="D", type=options.count, default=options.DEFAULT.head_dim, help="by default %(default)s")
     add("--batch", metavar="B", type=options.count, default=1, help="by default %(default)s")
     add("--dtype", metavar="T", type=options.dtypes, help="by default as for 'attn-dispatch profile'")
     add("--device", metavar="D", help="device of every rank; by default CUDA where available")
-    layout = "one chunk of tokens for each rank, or an early and a late one, which balances causal work"
+    layout = "one chunk for each rank, or an early and a late one, which balances causal work"
     add("--layout", choices=KINDS, default=KINDS[0], help=layout)
     add("--backward", action="store_const", const="yes", help="predict forward and backward")
     add("--lse", action="store_true", help="return lse; with --backward, lse has a gradient too")

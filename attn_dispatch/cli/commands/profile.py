@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from attn_dispatch.cli import options, thresholds, urls
 from attn_dispatch.cli.tables import full_table, left_for_full, no_backend, print_json, refused_by_all, winners
 from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.learning.speedups import SpeedupSeries, family_of, family_title
+from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_of, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.store.folder import Store
@@ -27,22 +26,18 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   attn-dispatch profile --quick
-      a few problems of every kind, in under a minute
   attn-dispatch profile --lengths 1k:32k --causal both --backward
       causal and not, at 1024, 2048, .. 32768 tokens, as in training
   attn-dispatch profile --shape 2,16k,16/4,128 --segments 2k,4k,8k --dilations 1,2,4 --causal
       dilated attention with grouped heads
-  attn-dispatch profile --grid 64,64 --window 7
-      a 7 x 7 neighborhood
   attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
-      the same on grids of about 1024, 2048, .. 65536 tokens: the length above which another token order is faster
+      13 x 13 neighborhoods on grids of about 1024, 2048, .. 65536 tokens
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
-      sequences sharded over 4 ranks; without --sharded, each problem is measured on one of the ranks
+      over 4 ranks; without --sharded, each problem on one of them
   attn-dispatch profile --standard --share FILE
-      what a profile for all machines of this kind needs, in about 20 minutes; CONTRIBUTING.md says where to send it
+      a profile for all machines of this kind; CONTRIBUTING.md says where to send it
   attn-dispatch profile --from problems.jsonl
-      the problems that attn_dispatch.record("problems.jsonl") wrote in a run; most of the budget goes to those that
-      took most of its time
+      those that record("problems.jsonl") wrote in a run, most of the budget for those that took most time
 
 Ctrl-C prints the decisions so far; they stay stored."""
 
@@ -57,10 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(parser)
     effort = parser.add_mutually_exclusive_group()
     quick = "spend 2 s per problem; without problem options: a few problems of every kind, in under a minute"
-    full = "spend as long as it takes; without problem options: the problems of --quick"
+    full = "the same, for as long as it takes"
     standard = (
-        "the problems of a profile for other machines: every kind of pattern, a length of each octave, each dtype, "
-        "both directions; in about 20 minutes"
+        "for a profile of all machines of this kind: every pattern, octave of lengths, dtype and direction; about 20 "
+        "minutes"
     )
     for name, text in (("--quick", quick), ("--full", full), ("--standard", standard)):
         effort.add_argument(name, action="store_true", help=text)
@@ -71,13 +66,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     budget = "for all problems together; by default 10 s per problem"
     add("--budget", metavar="SECONDS", type=_seconds, help=budget)
     add("--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote")
-    add("--blocks", action="store_true",
-        help="first race the block sizes of Triton's kernels for these problems, some minutes for each dtype and "
-        "head_dim; --full does so on a CUDA device")  # fmt: skip
+    blocks = "first race Triton's block sizes, some minutes for each dtype and head_dim; --full does so on CUDA"
+    add("--blocks", action="store_true", help=blocks)
     sharded = "under torchrun: shard each problem's sequence over all ranks, in contiguous or zigzag chunks"
     add("--sharded", choices=KINDS, help=sharded)
     add("--force", action="store_true", help="measure again problems that have a decision")
-    share = "then write this device's settled decisions for others, without paths or names; alone, measures nothing"
+    share = "then write this device's decisions for others, without paths or names; alone, measures nothing"
     add("--share", metavar="FILE", type=urls.target, help=share)
     add("--verbose", action="store_true", help="list every candidate of every problem")
 
@@ -101,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if interrupted:
         done = f"{len(explanations)} of {len(problems)} problems are decided"
         print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
-    with redirect_stdout(urls.beside(args.share or "")):
+    with urls.beside(args.share or ""):
         _print(args, problems, explanations, interrupted, unstored)
     return 1 if interrupted or unstored or any(explanation.choice is None for explanation in explanations) else 0
 
@@ -167,10 +161,7 @@ def _share(args: argparse.Namespace) -> dict[str, Any]:
     if not decisions:
         why = "; ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none is stored"
         raise AttnDispatchError(f"no decision of {here} can be shared: {why}")
-    try:
-        urls.write(args.share, write_bundle(decisions))
-    except urls.Unreachable as error:
-        raise AttnDispatchError(f"--share {args.share}: cannot be written ({error})") from error
+    urls.write(args.share, write_bundle(decisions))
     return {"place": args.share, "silicon": here, "decisions": len(decisions), "left_out": left_out}
 
 
@@ -251,8 +242,9 @@ def _seconds(text: str) -> float:
 
 def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:
     """The stored series of these problems' families: of these lengths, and of those measured before."""
-    families = sorted(set(map(_family, problems)))
-    found = thresholds.of_groups(settings.cache_folder(), (family[:2] for family in families))
+    families, store = set(map(_family, problems)), Store(settings.cache_folder())
+    groups = dict.fromkeys((silicon, group) for silicon, group, _ in families)
+    found = all_series(decision for address in groups for decision in store.group(*address))
     return [each for each in found if (each.silicon, each.group, family_title(each.family)) in families]
 
 

@@ -1,35 +1,26 @@
-"""Write one HTML page about the stored decisions: tables, plots of time and memory against length, and why each
-candidate lost. It loads nothing from the network; needs: pip install "attn-dispatch[report]".
+"""Write one HTML page about the stored decisions: tables, plots against length, and why each candidate lost. It loads
+nothing from the network; needs: pip install "attn-dispatch[report]".
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from importlib.metadata import version
 
 from attn_dispatch.cli import machine, stored, urls
 from attn_dispatch.cli.tables import print_json
-from attn_dispatch.errors import AttnDispatchError
 from attn_dispatch.settings import cache_folder
 
 EXAMPLE = """examples:
   attn-dispatch report -o report.html
-  ATTN_DISPATCH_CACHE_DIR=/shared/decisions attn-dispatch report -o decisions.html
-      the decisions of another cache folder"""
+  ATTN_DISPATCH_CACHE_DIR=/shared/decisions attn-dispatch report -o decisions.html"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=urls.target,
-        required=True,
-        help="the page to write; an older one is replaced",
-    )
+    text = "the page to write; an older one is replaced"
+    parser.add_argument("-o", "--output", metavar="FILE", type=urls.target, required=True, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,11 +39,8 @@ def run(args: argparse.Namespace) -> int:
     for reason in left_out:
         print(f"attn-dispatch report: left out, since it cannot be shown: {reason}", file=sys.stderr)
     shown = len(decisions) - len(left_out)
-    try:
-        urls.write(args.output, content)
-    except urls.Unreachable as error:
-        raise AttnDispatchError(f"{args.output} cannot be written: {error}") from error
-    with redirect_stdout(urls.beside(args.output)):
+    urls.write(args.output, content)
+    with urls.beside(args.output):
         if args.json:
             print_json({"path": args.output, "bytes": len(content), "decisions": shown, "folder": str(folder)})
         else:
