@@ -85,7 +85,8 @@ class Page:
         """Load a file and wait until it and its plots are drawn."""
         self.send("Page.navigate", url=path.resolve().as_uri())
         self.wait_for(
-            "document.readyState === 'complete' && (document.documentElement.dataset.ready || !document.scripts.length) && "
+            "document.readyState === 'complete' && "
+            "(document.documentElement.dataset.ready || !document.scripts.length) && "
             "[...document.querySelectorAll('.plot')].every((box) => box.querySelector('svg'))"
         )
 
