@@ -26,17 +26,8 @@ DTYPES = {
 SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
 SWITCH: dict[str, tuple[bool, ...]] = {"yes": (True,), "no": (False,), "both": (False, True)}
 OPTIONS = (
-    "shape",
-    "lengths",
-    "segments",
-    "dilations",
-    "grid",
-    "window",
-    "edges",
-    "stride",
-    "causal",
-    "dtype",
-    "backward",
+    *("shape", "lengths", "segments", "dilations", "grid", "window", "edges", "stride"),
+    *("causal", "dtype", "backward"),
 )
 
 
@@ -85,11 +76,8 @@ def add_patterns(add: Callable[..., object]) -> None:
     add("--window", metavar="W,..", type=window,
         help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
         "window, 'none' for no limit; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
-    add(
-        "--edges",
-        choices=("clip", "shift"),
-        help="with --grid: 'clip' cuts windows at the border (default); 'shift' moves them inside, as NATTEN does",
-    )
+    edges = "with --grid: 'clip' cuts windows at the border (default); 'shift' moves them inside, as NATTEN does"
+    add("--edges", choices=("clip", "shift"), help=edges)
     add("--stride", metavar="S,..", type=counts,
         help="with --edges shift: consecutive queries that share one window, one number or one per axis")  # fmt: skip
 

@@ -54,7 +54,7 @@ LINES = {
     "api": 1700,
     "backends": 2550,
     "base": 305,
-    "cli": 4470,
+    "cli": 3640,
     "compat": 550,
     "decisions": 3025,
     "entry": 130,
@@ -70,7 +70,7 @@ LINES = {
     "testing": 1000,
     "tuning": 4560,
 }
-BESIDE = {"tests": 44700, "tools": 13350}  #: the same for the folders beside the package
+BESIDE = {"tests": 44450, "tools": 13350}  #: the same for the folders beside the package
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -15,18 +15,11 @@ SOFT, LINE = "var(--soft)", "var(--line)"  #: colours of page.css: plots follow 
 DASHED = ([7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [12, 3], [5, 2, 1, 2], [1, 4], [9, 2, 2, 2, 2, 2], [3, 6])
 #: Solid in natural order, another one in each other order.
 DASHES = {NATURAL: [1, 0], **dict(zip((each for each in (*ORDERS, *EXCHANGES) if each != NATURAL), cycle(DASHED)))}
-TOKENS = (
-    "datum.value % 1048576 == 0 ? datum.value / 1048576 + 'M' : "
-    "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
-)
-MS = (
-    "datum.value >= 1000 ? format(datum.value / 1000, '.3~g') + ' s' : "
-    "datum.value >= 1 ? format(datum.value, '.3~g') + ' ms' : format(datum.value * 1000, '.3~g') + ' us'"
-)
+TOKENS = "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
+MS = "format(datum.value / 1000, '.3~s') + 's'"
 BYTES = (
-    "datum.value >= 1073741824 ? format(datum.value / 1073741824, '.3~g') + ' GiB' : "
-    "datum.value >= 1048576 ? format(datum.value / 1048576, '.3~g') + ' MiB' : "
-    "datum.value >= 1024 ? format(datum.value / 1024, '.3~g') + ' KiB' : datum.value + ' B'"
+    "datum.value < 1073741824 ? format(datum.value / 1048576, '.3~r') + ' MiB' : "
+    "format(datum.value / 1073741824, '.3~r') + ' GiB'"
 )
 TIMES = "format(datum.value, '.3~g') + 'x'"
 
