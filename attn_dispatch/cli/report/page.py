@@ -295,7 +295,7 @@ def _order(series: SpeedupSeries, threshold: Threshold | None) -> Drawn:
     )
     rows = [
         [f"{each.tokens:,}", _factor(each.low, each.factor, each.high), each.key[:KEY_DIGITS]]
-        for each in series.speedups
+        for each in sorted(series.speedups)
     ]
     numbers = Table(("tokens", "gain", "key"), rows, {0, 2}, "Its evidence")
     told = join([element("p", f"Pays: {pays}."), table(numbers)])
