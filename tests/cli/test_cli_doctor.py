@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attn_dispatch.cli import main
-from attn_dispatch.cli.commands.doctor import _missed, _writable
+from attn_dispatch.cli.machine import is_writable, missed
 from attn_dispatch.kernels import registry
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.commands import SMALL, command, plain, problems
@@ -40,14 +40,14 @@ def test_doctor_counts_undecided_problems(measured: tuple[Path, dict[str, Any]],
     folder, _ = measured
     (decided,) = problems(*SMALL)
     (undecided,) = problems("--shape", "1,96,2,16")
-    missed = folder / "missed.jsonl"
-    missed.write_text("".join(f"{json.dumps(problem.to_dict())}\n" for problem in (decided, undecided, undecided)))
+    path = folder / "missed.jsonl"
+    path.write_text("".join(f"{json.dumps(problem.to_dict())}\n" for problem in (decided, undecided, undecided)))
     try:
         done = command(folder, "doctor")
     finally:
-        missed.unlink()
+        path.unlink()
     assert done.returncode == 0
-    assert f"missed    1; measure them with: attn-dispatch profile --from {missed}" in done.stdout
+    assert f"missed    1; measure them with: attn-dispatch profile --from {path}" in done.stdout
     assert "\nmode      tune " in done.stdout
 
 
@@ -133,15 +133,15 @@ def a_huge_file(path: Path) -> None:
 @pytest.mark.parametrize(("make", "message"), [(a_pipe, "not a plain file"), (a_huge_file, "8589934592 bytes, over")])
 def test_doctor_does_not_wait_for_the_misses(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     make(tmp_path / "missed.jsonl")
-    missed = _missed(tmp_path)
-    assert (missed["count"], missed["command"]) == (0, None)
-    assert message in missed["reason"]
+    found = missed(tmp_path)
+    assert (found["count"], found["command"]) == (0, None)
+    assert message in found["reason"]
 
 
-def test_a_circular_link_is_not_writable(tmp_path: Path) -> None:
+def test_a_circular_link_is_notis_writable(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to(tmp_path / "cache")
-    assert not _writable(tmp_path / "cache")
-    assert _writable(tmp_path / "absent" / "below")
+    assert not is_writable(tmp_path / "cache")
+    assert is_writable(tmp_path / "absent" / "below")
 
 
 def test_doctor_reports_unusable_folders_and_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_commands_report_that_nothing_is_stored(capsys: pytest.CaptureFixture[st
         if not arguments[1:]:
             assert NO_HOME in shown.out
     assert main(["profile", *SMALL, "--quick"]) == 1
-    assert f"nothing is stored: {NO_HOME}" in capsys.readouterr().out
+    assert f"not stored: {NO_HOME}" in capsys.readouterr().out
     assert main(["inspect", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["decisions"] == []
     assert main(["doctor", "--json"]) == 0
