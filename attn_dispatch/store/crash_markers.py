@@ -23,10 +23,9 @@ from pathlib import Path
 
 import msgspec
 
-from attn_dispatch import settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
-from attn_dispatch.store.address import SILICON
+from attn_dispatch.store.address import fingerprint
 
 FOLDER = "quarantine/v2"
 EXPIRY_S = 3600.0  #: age in seconds at which a marker counts as abandoned where files cannot be locked
@@ -93,8 +92,7 @@ def crash_marker(
         try:
             _create(folder, marker)
         except OSError as error:
-            if folder != settings.NOWHERE:
-                say_once(f"a crash would not be recorded: {path.parent} cannot be written ({error.strerror or error})")
+            files.say_unwritten("a crash would not be recorded", path.parent, error)
         yield marker
     finally:
         _remove(marker.path)
@@ -102,9 +100,7 @@ def crash_marker(
 
 def place_of(folder: Path, silicon: str) -> Path:
     """The folder of one silicon's quarantine. Raises ValueError for no fingerprint: paths cannot leave the folder."""
-    if not SILICON.fullmatch(silicon):
-        raise ValueError(f"not a fingerprint: {silicon!r}")
-    return folder / FOLDER / silicon
+    return folder / FOLDER / fingerprint(silicon)
 
 
 def abandoned(folder: Path, silicon: str) -> Iterator[tuple[Path, Trial]]:

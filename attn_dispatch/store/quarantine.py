@@ -23,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from attn_dispatch import process_state, settings
+from attn_dispatch import process_state
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON
@@ -237,8 +237,7 @@ class Quarantine:
         try:
             files.write_checked(self.folder, self._path(entry), entry)
         except OSError as error:
-            if self.folder != settings.NOWHERE:
-                say_once(f"quarantines last for this process only: {self._place} cannot be written ({error.strerror})")
+            files.say_unwritten("quarantines last for this process only", self._place, error)
             self._table.unsaved[entry.key] = entry
             return False
         self._table.unsaved.pop(entry.key, None)
