@@ -214,7 +214,7 @@ PARTLY: dict[str, tuple[bytes, str]] = {
     "other-path": (encoded(silicon=".."), "address"),
     "negative": (
         encoded(candidates=[{"backend": "sdpa", "order": "natural", "status": "chosen", "median_ms": -1}]),
-        "negative",
+        "Expected `float` >= 0",
     ),
     "later": (encoded(schema=3), "schema 3"),
     "version-1": (encoded(schema=1), "schema 1"),
