@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -44,13 +44,6 @@ _puts: Counter[Path] = Counter()
 _examined: set[Path] = set()  # cache folders, once it is known whether others can write to them
 _unstored: dict[Path, str] = {}  # why a decision could not be written, by cache folder
 process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _unstored.clear)
-
-
-class Added(NamedTuple):
-    """The path that a decision was written to, and the effect."""
-
-    path: Path
-    how: Literal["added", "merged", "unchanged"]
 
 
 class Store:
@@ -85,11 +78,12 @@ class Store:
         Raises:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
-        self.path(*decision.address)
+        self.path(*decision.address)  # checks the address
         why = NO_HOME
         try:
             if self.folder != NOWHERE:
-                return self.add(decision).path
+                self.add(decision)
+                return self.path(*decision.address)
         except OSError as error:
             # Not the file, nor the group's folder, which there may be room for: one warning for all.
             there = (str(each) for each in (self.root, *self.root.parents) if os.path.exists(each))
@@ -106,8 +100,8 @@ class Store:
         """Why this process could not store a decision here, the last time; empty if it could store all."""
         return _unstored.get(self.folder, "")
 
-    def add(self, decision: Decision) -> Added:
-        """Write a decision as `put` does, but raise on failure; its path and the effect.
+    def add(self, decision: Decision) -> Literal["added", "merged", "unchanged"]:
+        """Write a decision as `put` does, but raise on failure; the effect.
 
         Raises:
             OSError: the file cannot be written. Damaged: the decision could not be read back.
@@ -128,7 +122,7 @@ class Store:
         _puts[self.folder] += 1
         if _puts[self.folder] % PUTS_PER_CLEANUP == 1:
             files.tidy(self.root, STORED, most, keep=path)
-        return Added(path, "unchanged" if unchanged else "added" if there is None else "merged")
+        return "unchanged" if unchanged else "added" if there is None else "merged"
 
     def shared(self) -> str:
         """Say which folder of the store other users can write to, and why; empty if there is none."""

@@ -216,7 +216,7 @@ class Request:
         entry = quarantine.find(backend.name, version, self.address.group)
         if entry is None or (entry.is_doubtful and self._leaves_far_more_work(backend, quarantine)):
             return None
-        what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
+        what = f"{entry.kind} on {entry.created:%Y-%m-%d} with {entry.title}: {entry.reason}{until(entry)}"
         return f"{what}; `attn-dispatch doctor` lifts it"
 
     def _leaves_far_more_work(self, backend: Backend, quarantine: Quarantine) -> bool:

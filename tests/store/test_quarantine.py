@@ -117,9 +117,9 @@ def test_lifting_removes_entries(
 def test_entries_of_another_process_are_lifted(folder: Path, anew: Callable[[], Quarantine]) -> None:
     quarantined = anew()
     assert quarantined.entries() == []
-    mine = quarantine._tables.copy()
+    mine = quarantine._known.copy()
     anew().add(entry())
-    quarantine._tables.update(mine)
+    quarantine._known.update(mine)
     assert [each.backend for each in quarantined.lift("made_up")] == ["made_up"]
     assert anew().entries() == []
 

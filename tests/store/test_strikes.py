@@ -60,8 +60,8 @@ def holds(folder: Path, clock: Clock, anew: Callable[[], Quarantine], notes: str
         quarantined = anew()
         (each,) = (*quarantined.entries(), *quarantined.strikes())
         found.append(each.hold)
-        assert each.end is not None
-        clock.now = each.end + MINUTE
+        assert each.until is not None
+        clock.now = each.until + MINUTE
     return found
 
 
@@ -91,7 +91,7 @@ def test_a_hold_ends_in_processes_that_run_on_too(
     quarantined, first = anew(), clock.now
     assert found_entry(quarantined) is not None
     assert "made_up` lets it be tried again" in warnings()[1]
-    assert f"quarantined until {quarantine.shown_time((first + TEN).isoformat())} UTC" in warnings()[1]
+    assert f"quarantined until {quarantine.shown_time(first + TEN)} UTC" in warnings()[1]
     for after, is_out in ((TEN - MINUTE, True), (TEN, False), (30 * HOUR, False)):
         clock.now = first + after
         for each in (quarantined, anew()):
@@ -148,7 +148,7 @@ def test_what_is_proven_is_not_replaced_by_a_strike(folder: Path, clock: Clock, 
     clock.now += 1000 * HOUR
     found = found_entry(anew())
     assert found is not None
-    assert (found.kind, found.end) == ("incorrect", None)
+    assert (found.kind, found.until) == ("incorrect", None)
 
 
 def test_a_wrong_clock_excludes_nothing(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:

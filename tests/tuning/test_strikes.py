@@ -149,7 +149,7 @@ def test_a_hang_excludes_at_once_and_a_second_for_an_hour(clock: Clock, monkeypa
             forget()
             attend(*qkv(32))
         (entry,) = quarantined().entries()
-        assert (entry.backend, entry.end) == ("planted", clock.now + hold)
+        assert (entry.backend, entry.until) == ("planted", clock.now + hold)
         clock.now += hold
         assert quarantined().entries() == []
 
