@@ -34,16 +34,11 @@ _own_markers: dict[Path, int] = {}  # this process's markers -> descriptors that
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a marker: the backend, the problem (`title`), and when its trial began, in seconds since 1970.
-
-    `scope` is that of the strike that a death gives: "" for all problems, else a group's digits.
-    """
+    """The content of a marker: the backend, the problem (`title`), and when its trial began, in seconds since 1970."""
 
     backend: str
     version: str | None
-    silicon: str
     title: str
-    scope: str = ""
     began: float
 
 
@@ -71,22 +66,19 @@ class CrashMarker:
 
 
 @contextmanager
-def crash_marker(
-    folder: Path, silicon: str, backend: str, version: str | None, title: str, scope: str = ""
-) -> Iterator[CrashMarker]:
+def crash_marker(folder: Path, silicon: str, backend: str, version: str | None, title: str) -> Iterator[CrashMarker]:
     """Keep a crash marker on disk while a backend is tried on a problem.
 
     Args:
         folder: the cache folder. Where it cannot be written, a warning is logged once and the trial runs unmarked.
         silicon: the fingerprint of the device.
         title: the problem, for messages.
-        scope: as in `Trial`.
 
     Raises:
         ValueError: `silicon` is not a fingerprint.
     """
     path = place_of(folder, silicon) / f"{secrets.token_hex(8)}.mark"
-    trial = Trial(backend=backend, version=version, silicon=silicon, title=title[:4000], scope=scope, began=time.time())
+    trial = Trial(backend=backend, version=version, title=title[:4000], began=time.time())
     marker = CrashMarker(path, files.encode_checked(trial))
     try:
         try:
@@ -108,8 +100,7 @@ def abandoned(folder: Path, silicon: str) -> Iterator[tuple[Path, Trial]]:
     for path in files.listed(folder, place_of(folder, silicon), ".mark"):
         try:
             with files.opened(path) as file:
-                found = _abandoned_trial(path, file.fileno())
-                if found is not None and found.silicon == silicon:
+                if (found := _abandoned_trial(path, file.fileno())) is not None:
                     yield path, found
         except FileNotFoundError:
             continue  # removed by its process, or by another that recorded the death

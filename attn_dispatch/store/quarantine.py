@@ -152,12 +152,11 @@ class Quarantine:
         self._entries()
         self._save(entry.shown())
 
-    def clear_strikes(self, backend: str, version: str | None, scope: str = "") -> None:
-        """Forget the strikes of a version, for all problems and for those of ``scope``: it was tried with success."""
-        for each in {"", scope}:
-            entry = self._entries().get((backend, version, each))
-            if entry is not None and entry.kind in STRIKES:
-                self._remove(entry)
+    def clear_strikes(self, backend: str, version: str | None) -> None:
+        """Forget the strikes of a version: it was tried with success."""
+        entry = self._entries().get((backend, version, ""))
+        if entry is not None and entry.kind in STRIKES:
+            self._remove(entry)
 
     def lift(self, backend: str | None = None) -> list[Entry]:
         """Lift the entries of a backend, or all, and return them. An entry whose file cannot be removed stays."""
@@ -177,7 +176,7 @@ class Quarantine:
         for path, trial in abandoned(self.folder, self.silicon):
             is_saved = True
             if trial.backend != LAST_RESORT:
-                entry = _entry_for(trial).shown()
+                entry = self._entry_for(trial)
                 entry = _struck(entry, self._stored(entry), datetime.fromtimestamp(trial.began, UTC))
                 is_saved = self._save(entry)
                 found.append(entry)
@@ -187,6 +186,18 @@ class Quarantine:
                 with suppress(OSError):
                     path.unlink()
         return found
+
+    def _entry_for(self, trial: Trial) -> Entry:
+        name = f"{trial.backend} {trial.version}" if trial.version else trial.backend
+        reason = f"the process ended while {name} ran {trial.title} for the first time (crashed, killed or stopped)"
+        return Entry(
+            backend=trial.backend,
+            version=trial.version,
+            silicon=self.silicon,
+            kind="died",
+            reason=reason,
+            title=trial.title,
+        ).shown()
 
     def _entries(self) -> Table:
         if self._place not in _known:
@@ -265,16 +276,3 @@ def _struck(entry: Entry, earlier: Entry | None, began: datetime, *, certain: bo
         hold = min(max(FIRST_HOLD, earlier.hold * (1 if earlier.holds else HOLD_FACTOR)), LONGEST_HOLD)
         entry = msgspec.structs.replace(entry, reason=f"{entry.reason}; strike {strikes}")
     return msgspec.structs.replace(entry, strikes=strikes, created=now, until=now + hold)
-
-
-def _entry_for(trial: Trial) -> Entry:
-    name = f"{trial.backend} {trial.version}" if trial.version else trial.backend
-    return Entry(
-        backend=trial.backend,
-        version=trial.version,
-        silicon=trial.silicon,
-        kind="died",
-        scope=trial.scope,
-        reason=f"the process ended while {name} ran {trial.title} for the first time (crashed, killed or stopped)",
-        title=trial.title,
-    )

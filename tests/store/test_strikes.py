@@ -127,19 +127,20 @@ def test_a_trial_within_a_hold_makes_none_longer(folder: Path, clock: Clock, ane
         clock.now += MINUTE
 
 
-def test_versions_and_groups_have_separate_strikes(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
-    given: list[dict[str, Any]] = [{}, {"scope": "a" * 12}, {"scope": "b" * 12}, {"version": "2"}]
+def test_versions_have_separate_strikes(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    given: list[dict[str, Any]] = [{}, {"version": "2"}, {"backend": "other"}]
     for _ in range(2):
         for changes in given:
             abandon(folder, clock.now, **changes)
         anew().sweep()
         clock.now += MINUTE
-    assert len(anew().entries()) == 4
+    assert len(anew().entries()) == 3
     anew().add(entry(backend="wrong"))
-    anew().clear_strikes("made_up", "1", "a" * 12)
+    anew().clear_strikes("made_up", "1")
     anew().clear_strikes("wrong", "1")
-    assert [(e.version, e.scope) for e in anew().entries()] == [("1", "b" * 12), ("2", ""), ("1", "")]
-    assert [each.backend for each in anew().lift("made_up")] == ["made_up"] * 2
+    assert [(each.backend, each.version) for each in anew().entries()] == [
+        ("made_up", "2"), ("other", "1"), ("wrong", "1"),
+    ]  # fmt: skip
 
 
 def test_what_is_proven_is_not_replaced_by_a_strike(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
