@@ -216,7 +216,7 @@ class Request:
         entry = quarantine.find(backend.name, version, self.address.group)
         if entry is None or (entry.is_doubtful and self._leaves_far_more_work(backend, quarantine)):
             return None
-        what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
+        what = f"{entry.kind} on {entry.created:%Y-%m-%d} with {entry.title}: {entry.reason}{until(entry)}"
         return f"{what}; `attn-dispatch doctor` lifts it"
 
     def _leaves_far_more_work(self, backend: Backend, quarantine: Quarantine) -> bool:
@@ -308,7 +308,7 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> Backend:
         raise ImportError(f"{entry.reason}{until(entry)}; `attn-dispatch doctor --lift '{name}'` lifts it")
     title = f"the entry point {point.value}"
     try:
-        with crash_marker(cache_folder(), where, name, version, title, patience_s=limit_s):
+        with crash_marker(cache_folder(), where, name, version, title):
             backend = guard.run_guarded(load, limit_s)
     except guard.TimedOut as error:
         _add_hang(where, name, version, f"the {name} {one_line(error)}", title)

@@ -261,7 +261,7 @@ class Trial:
         quarantine = Quarantine(cache_folder(), self.request.silicon)
         for candidate in self.runners:
             if candidate.title in self.admitted and candidate.title not in failures:
-                quarantine.clear_strikes(candidate.name, candidate.version, self.request.address.group)
+                quarantine.clear_strikes(candidate.name, candidate.version)
 
     def _clear_tables(self, backend: Backend) -> None:
         forget, release = (getattr(backend, each, None) for each in ("forget", "release"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def quarantined(tmp_path: Path) -> Path:
     for backend, version, silicon, scope in given:
         entry = Entry(
             backend=backend, version=version, silicon=silicon, kind="incorrect", scope=scope, reason="dq is wrong",
-            title="dense", created="2025-01-02T03:04:05+00:00",
+            title="dense", created=datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC),
         )  # fmt: skip
         Quarantine(tmp_path / "cache", silicon).add(entry)
     return tmp_path / "cache"
@@ -84,7 +85,7 @@ def test_doctor_lists_quarantined_versions(quarantined: Path, tmp_path: Path) ->
     assert in_fresh_thread[2].keys() == set(Entry.__struct_fields__)
     assert {name: value for name, value in in_fresh_thread[2].items() if value} == {
         "backend": "flash", "version": "2.7", "silicon": "cpu-two", "kind": "incorrect", "scope": "0123456789ab",
-        "reason": "dq is wrong", "title": "dense", "created": "2025-01-02T03:04:05+00:00",
+        "reason": "dq is wrong", "title": "dense", "created": "2025-01-02T03:04:05Z",
     }  # fmt: skip
     nothing = command(tmp_path / "empty", "doctor")
     assert "\nquarantine none\n" in nothing.stdout

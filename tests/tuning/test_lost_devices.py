@@ -310,7 +310,7 @@ def test_another_process_needs_memory_and_the_backend(
     never = Outcome(False)
     assert checked(never, free=GIB)[0].asked == 0
     gate._passed.clear()
-    passed._known.clear()
+    passed._known.cache_clear()
     monkeypatch.setattr(passed, "has_passed", lambda *given: False)
     register(Planted())
     assert checked(never)[0].asked == 0

@@ -122,7 +122,7 @@ def _store(decision: Decision, store: Store) -> str | Refused:
     if why:
         return Refused(what, why)
     try:
-        return store.add(from_elsewhere(decision, "imported")).how
+        return store.add(from_elsewhere(decision, "imported"))
     except OSError as error:
         return Refused(what, f"cannot be stored: {error.strerror or error}")
     except Damaged as error:
