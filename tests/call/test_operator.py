@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend, compat
+from attn_dispatch.calls.routes import adopt
 from attn_dispatch.decisions import decide
 from attn_dispatch.decisions.graphs import encoding
-from attn_dispatch.dispatch import adopt
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
@@ -154,7 +154,7 @@ def test_a_batch_whose_size_is_data() -> None:
 
 def test_grids_of_programs_without_strides_are_read() -> None:
     pattern = Neighborhood((4, 6), (3, 2), (1, 2), (False, True), "shift")
-    assert encoding.decoded("neighborhood shift False,True", (4, 6, 3, 2, 1, 2)) == pattern
+    assert encoding.decoded_pattern("neighborhood shift False,True", (4, 6, 3, 2, 1, 2)) == pattern
 
 
 @crossed(
@@ -165,7 +165,7 @@ def test_grids_of_programs_without_strides_are_read() -> None:
 )
 def test_opcheck(pattern: Pattern, masked: bool, kind: torch.dtype) -> None:
     code, numbers = encoding._encoded(pattern)
-    assert encoding.decoded(code, tuple(numbers)) == pattern
+    assert encoding.decoded_pattern(code, tuple(numbers)) == pattern
     lens = torch.tensor([11]) if masked else None
     mask = torch.arange(16)[None] % 5 > 0 if masked else None
     tensors = [x.to(kind).requires_grad_() for x in qkv()]
