@@ -37,8 +37,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
     *given, needs_grad, return_lse = rest
     with _as_eager_call(needs_grad):
         encoded, _ = _with_leaf(Encoded(*given), needs_grad)
-        call = decoded(*_leaves(q, k, v, needs_grad), encoded, return_lse)
-        out, lse = _computed(call, needs_grad)
+        inputs = [x.detach().requires_grad_() if needs_grad else x for x in (q, k, v)]
+        out, lse = _computed(decoded(inputs, encoded, return_lse), needs_grad)
     if lse is None or not (needs_grad or return_lse):
         shape = (q.shape[0], q.shape[2], q.shape[1]) if needs_grad or return_lse else (0,)
         lse = q.new_full(shape, torch.nan, dtype=sum_dtype(q.dtype))  # unknown: backward passes compute it again
@@ -52,9 +52,9 @@ def _attend_backward(
     *given, return_lse = rest
     with _as_eager_call(True):
         encoded, bias = _with_leaf(Encoded(*given), needs_grad=True)
-        call = decoded(*_leaves(q, k, v, True), encoded, return_lse)
-        inputs = call.qkv if bias is None else (*call.qkv, bias)
-        found = _computed(call, True, known=(out, lse))
+        leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+        inputs = leaves if bias is None else (*leaves, bias)
+        found = _computed(decoded(leaves, encoded, return_lse), True, known=(out, lse))
         pairs = [(x, weight) for x, weight in zip(found, (grad, grad_lse)) if x is not None and weight is not None]
         grads = gradients([x for x, _ in pairs], inputs, [weight for _, weight in pairs], allow_unused=True)
     whole = (x.new_zeros(x.shape) if grad is None else grad for x, grad in zip(inputs, grads))
@@ -76,12 +76,6 @@ def _as_eager_call(needs_grad: bool) -> Iterator[None]:
         stack.enter_context(torch.set_grad_enabled(needs_grad))
         stack.enter_context(tracing.inside_operator())
         yield
-
-
-def _leaves(q: Tensor, k: Tensor, v: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    if not needs_grad:
-        return q, k, v
-    return q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
 
 
 def _with_leaf(given: Encoded, needs_grad: bool) -> tuple[Encoded, Tensor | None]:

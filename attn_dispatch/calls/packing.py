@@ -58,7 +58,7 @@ def sink(call: Call) -> Rewritten | None:
 
 
 def key_lens(call: Call) -> Rewritten | None:
-    """One call for each run of rows with equally many keys: views, with those of `TENSORS` that go by row.
+    """One call for each run of rows with equally many keys: views, with what goes by row of the other tensors.
 
     Raises:
         InvalidInput: an argument is wrong, or cannot be given with `key_lens`.
@@ -141,7 +141,7 @@ def _of_one_length(call: Call) -> Any:
     """attend for documents of one length, decided as of their class."""
     problem = replace(Problem.of_call(call), is_document=True)
     out, lse = resolve(problem, call.backend, call.order).result(*call.qkv, **call.tensors)
-    return (out, lse) if call.return_lse else out
+    return call.returned(out, lse)
 
 
 def _explained(call: Call, rows: list[list[Run]], whole: Problem | None) -> list[Explanation]:
@@ -219,8 +219,7 @@ def _all_documents(resolved: ResolvedCall, call: Call, rows: list[list[Run]]) ->
     if not alike:
         out = torch.unflatten(out[0], 0, (batch, -1))
         lse = None if lse is None else torch.unflatten(lse[0], 1, (batch, -1)).transpose(0, 1)
-    out = call.in_layout(out)
-    return (out, lse) if call.return_lse else out
+    return call.returned(out, lse)
 
 
 def packed(call: Call, rows: list[list[Run]]) -> list[Call]:
@@ -301,9 +300,9 @@ def _of_documents(slopes: Tensor, rows: list[list[Run]]) -> list[Tensor]:
 def _joined(call: Call, rows: list[list[Run]], results: list[Any]) -> Any:
     """The results of the calls of `packed` as those of the packed rows."""
     if not call.return_lse:
-        return call.in_layout(_whole(results, rows))
+        return call.returned(_whole(results, rows), None)
     out, lse = _whole([out for out, _ in results], rows), _whole([lse.transpose(1, 2) for _, lse in results], rows)
-    return call.in_layout(out), lse.transpose(1, 2)
+    return call.returned(out, lse.transpose(1, 2))
 
 
 def _whole(parts: list[Tensor], rows: list[list[Run]]) -> Tensor:

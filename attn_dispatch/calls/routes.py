@@ -13,7 +13,7 @@ from torch.nn import functional
 from attn_dispatch import process_state
 from attn_dispatch.calls.tensor_match import Fits, fits
 from attn_dispatch.decisions import decide, unmeasured
-from attn_dispatch.decisions.call import ResolvedCall, functions_of, notify, run_function
+from attn_dispatch.decisions.call import ResolvedCall, decided, functions_of, run_function
 from attn_dispatch.decisions.decide import lock
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput
@@ -127,16 +127,12 @@ def new_route(call: Call) -> Route:
     if call.order is not None:
         orders.check(call.order)
     forgotten = process_state.forgotten
-    notify(measured_for(problem))
     forced = call.backend is not None or call.order is not None
     graphed = tracing.graphed(*tensors)
     traced = graphed or tracing.is_traced()
-    if forced:
-        decision = decide.forced_decision(problem, call.backend, call.order)
-        if graphed:
-            unmeasured.check_traceable(problem, decision)
-    else:
-        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
+    decision = decided(problem, call.backend, call.order, traced)
+    if forced and graphed:
+        unmeasured.check_traceable(problem, decision)
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
     transposed = call.layout == "bhnd"
     found = functions_of(problem, decision, None if cast or traced else tensors, call.layout)

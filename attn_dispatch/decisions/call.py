@@ -182,11 +182,7 @@ def resolve(problem: Problem, backend: str | None = None, order: str | None = No
     if found is not None:
         return found
     forgotten = process_state.forgotten
-    notify(measured_for(problem))
-    if forced:
-        decision = decide.forced_decision(problem, backend, order)
-    else:
-        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
+    decision = decided(problem, backend, order, traced)
     with decide.lock:
         decision = decision if traced or forced else decide.latest(problem, decision)
         run, _ = run_function(problem, decision, traced, _drop_calls, functions_of(problem, decision))
@@ -195,6 +191,14 @@ def resolve(problem: Problem, backend: str | None = None, order: str | None = No
             _calls[key] = call
             decide.drop_oldest(_calls, MAX_CALLS)
     return call
+
+
+def decided(problem: Problem, backend: str | None, order: str | None, traced: bool) -> Decision:
+    """The decision for a call, of which observers are told; forced where a backend or an order is given."""
+    notify(measured_for(problem))
+    if backend is not None or order is not None:
+        return decide.forced_decision(problem, backend, order)
+    return decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
 
 
 def _drop_calls(problem: Problem) -> None:

@@ -37,21 +37,19 @@ Decided = tuple[ShardedProblem, Decision]
 
 @dataclass(frozen=True, eq=False)
 class MeshCall:
-    """The checked arguments of a call on this rank.
+    """A checked call on this rank; its `order` is the forced exchange.
 
     Args:
         local: the problem of this rank's shard alone.
         pattern: of the whole sequence.
         kind: of the shards.
-        exchange: the forced one, or None.
         settings: values of environment variables that must be equal on all ranks.
     """
 
+    call: Call
     local: Problem
     pattern: Pattern
     kind: str
-    exchange: str | None
-    seq_lens: Tensor | None
     settings: dict[str, Any]
 
     @cached_property
@@ -60,10 +58,10 @@ class MeshCall:
         plain = self.local.to_dict()
         for name in ("q_len", "k_len", "strides", "ranks"):
             del plain[name]
-        lens = self.seq_lens
+        lens = self.call.seq_lens
         # Reading a CUDA tensor would wait for the device.
         values = None if lens is None or lens.device.type != "cpu" else lens.tolist()
-        about = {"shards": self.kind, "order": self.exchange, **self.settings, "torch": str(torch.__version__)}
+        about = {"shards": self.kind, "order": self.call.order, **self.settings, "torch": str(torch.__version__)}
         return {**plain, **about, "pattern": self.pattern.to_dict(), "seq_lens": values}
 
     @cached_property
@@ -94,7 +92,7 @@ def attend_over(link: Link, kind: str, call: Call) -> Any:
     except AttnDispatchError as error:
         agree(link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
         raise
-    return _run(*_decision_for(link, checked, call), call)
+    return _run(*_decision_for(link, checked), call)
 
 
 def explain_over(link: Link, kind: str, call: Call) -> Explanation:
@@ -106,7 +104,7 @@ def explain_over(link: Link, kind: str, call: Call) -> Explanation:
     if found is not None and found[0].layout.lengths[link.rank] == checked.local.q_len:
         return Explanation.of(found[1])
     lengths = (checked.local.q_len,) * link.size
-    return Explanation.of(group_decision.explained(_sharded(link, checked, lengths), checked.exchange))
+    return Explanation.of(group_decision.explained(_sharded(link, checked, lengths), call.order))
 
 
 def _checked(call: Call, kind: str) -> MeshCall:
@@ -134,8 +132,7 @@ def _checked(call: Call, kind: str) -> MeshCall:
         raise InvalidInput(f"seq_lens must be an int32 or int64 tensor, got {type(seq_lens).__name__}")
     if seq_lens is not None and (list(seq_lens.shape) != [local.batch] or seq_lens.device != call.q.device):
         raise InvalidInput(f"seq_lens must have shape [{local.batch}] on {call.q.device}, got {list(seq_lens.shape)}")
-    local = replace(local, has_seq_lens=seq_lens is not None)
-    return MeshCall(local, chosen, kind, call.order, seq_lens, _settings())
+    return MeshCall(call, replace(local, has_seq_lens=seq_lens is not None), chosen, kind, _settings())
 
 
 def check_scaled_only(call: Call) -> None:
@@ -164,7 +161,7 @@ def _settings() -> dict[str, Any]:
     return {"mode": found, **trials}
 
 
-def _decision_for(link: Link, checked: MeshCall, call: Call) -> Decided:
+def _decision_for(link: Link, checked: MeshCall) -> Decided:
     """The sharded problem and the decision of all ranks: remembered from an earlier call, or made now; a collective."""
     found: Decided | None = link.decisions.get(checked.key)
     decision_id = 0 if found is None else _decision_id(*found)
@@ -173,9 +170,9 @@ def _decision_for(link: Link, checked: MeshCall, call: Call) -> Decided:
         return found
     sharded = _sharded(link, checked, agreement.lengths)
     notify(sharded.problem)
-    masks = {name: x for name, x in call.tensors.items() if x is not None}
+    call, masks = checked.call, {name: x for name, x in checked.call.tensors.items() if x is not None}
     with torch.device("cpu"):  # not the default device of the caller
-        decision = group_decision.decide_together(sharded, _inputs(sharded, call), masks, checked.exchange)
+        decision = group_decision.decide_together(sharded, _inputs(sharded, call), masks, call.order)
     logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.decided_by)
     link.decisions[checked.key] = sharded, decision
     drop_oldest(link.decisions, MAX_DECISIONS)
@@ -195,8 +192,8 @@ def _sharded(link: Link, checked: MeshCall, lengths: tuple[int, ...]) -> Sharded
         InvalidInput: the pattern or seq_lens do not fit it; on all ranks.
     """
     tokens = sum(lengths)
-    if checked.seq_lens is not None:
-        check_seq_lens_values(checked.seq_lens, tokens)
+    if checked.call.seq_lens is not None:
+        check_seq_lens_values(checked.call.seq_lens, tokens)
     problem = replace(
         checked.local,
         pattern=_fitting(checked.pattern, tokens, checked.local.heads),
@@ -230,5 +227,4 @@ def _run(sharded: ShardedProblem, decision: Decision, call: Call) -> Any:
     except Exception as error:
         what = f"{NAME} ({decision.order}) failed on rank {sharded.link.rank} on {sharded.problem}"
         raise BackendFailed(f"{what}: {type(error).__name__}: {error}") from error
-    out = call.in_layout(out)
-    return (out, lse) if call.return_lse else out
+    return call.returned(out, lse)

@@ -112,14 +112,13 @@ class _Rows:
     def joined(self, results: list[Any]) -> Any:
         with_lse, left = self.call.return_lse, iter(results)
         rows = [list(islice(left, count)) for count in self.counts]
-        out = torch.cat([torch.cat([each[0] if with_lse else each for each in row], 1) for row in rows])
-        found = [self.call.in_layout(out)]
-        if with_lse:
-            found.append(torch.cat([torch.cat([lse for _, lse in row], 2) for row in rows]))
+        out: Any = torch.cat([torch.cat([each[0] if with_lse else each for each in row], 1) for row in rows])
+        lse = torch.cat([torch.cat([lse for _, lse in row], 2) for row in rows]) if with_lse else None
         if self.gathered is not None and self.gathered[0].requires_grad:
             # Every rank takes part in the sum of gradients, whatever its queries see.
-            found = [_Tied.apply(x, *self.gathered[:2]) for x in found]  # type: ignore[no-untyped-call]
-        return tuple(found) if with_lse else found[0]
+            tied: Any = _Tied.apply
+            out, lse = (None if x is None else tied(x, *self.gathered[:2]) for x in (out, lse))
+        return self.call.returned(out, lse)
 
 
 def _of_row(

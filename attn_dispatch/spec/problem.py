@@ -99,9 +99,10 @@ class Call(NamedTuple):
         """Whether rows hold several documents."""
         return self.documents is not None or self.cu_seqlens is not None
 
-    def in_layout(self, out: Tensor) -> Tensor:
-        """A result [batch, len, heads, head_dim] in the call's layout."""
-        return out.transpose(1, 2) if self.layout == "bhnd" else out
+    def returned(self, out: Tensor, lse: Tensor | None) -> Any:
+        """What `attend` returns: out [batch, len, heads, head_dim] in the call's layout, and lse if it is asked for."""
+        out = out.transpose(1, 2) if self.layout == "bhnd" else out
+        return (out, lse) if self.return_lse else out
 
 
 #: Arguments that are no part of a problem: who computes it, and what makes several problems of a call.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -65,10 +65,11 @@ def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
     return Encoded(**given, bias_needs_grad=bias_needs_grad)
 
 
-def decoded(q: Tensor, k: Tensor, v: Tensor, given: Encoded, return_lse: bool) -> Call:
+def decoded(qkv: Iterable[Tensor], given: Encoded, return_lse: bool) -> Call:
     """The call that an operator computes, with tokens first. Raises InvalidInput."""
     asked = {name: x for name, x in given._asdict().items() if name in Call._fields}
     asked["pattern"] = decoded_pattern(given.pattern, tuple(given.numbers))
+    q, k, v = qkv
     return Call(q, k, v, **asked, return_lse=return_lse)
 
 

@@ -93,8 +93,7 @@ def attend_by_operator(call: Call) -> Any:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     run = _Transformed.apply if transformed else _forward_op
     out, lse = run(q, k, v, *given, needs_grad, call.return_lse)
-    out = call.in_layout(out)
-    return (out, lse) if call.return_lse else out
+    return call.returned(out, lse)
 
 
 def _check_arguments(call: Call) -> None:
