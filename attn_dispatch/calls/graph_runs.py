@@ -95,7 +95,7 @@ def _computed(call: Call, needs_grad: bool, known: tuple[Tensor, Tensor] | None 
     """
     if tracing.context_parallel() is not None:
         raise NoBackend("inside torch's context_parallel attend() cannot be part of a graph: call it between graphs")
-    if call.packs or unequal(call) or is_empty(call) or not needs_grad:
+    if not needs_grad or call.packs or unequal(call) or is_empty(call):
         found = run(call)
         return found if call.return_lse else (found, None)
     problem = Problem.of_call(call)

@@ -27,12 +27,12 @@ from attn_dispatch.spec.problem import Call, Problem, dropout
 
 def shorthands(call: Call) -> Rewritten | None:
     """Lists, arrays and iterators become tuples, which have a hash and can be iterated again."""
-    if is_dynamo_compiling():
+    lengths, rates = call.segment_lengths, call.dilation_rates
+    if (lengths is None and rates is None) or is_dynamo_compiling():
         return None
-    given = {name: getattr(call, name) for name in ("segment_lengths", "dilation_rates")}
-    plain = {name: _tuple(value) for name, value in given.items()}
-    same = all(plain[name] is given[name] for name in given)
-    return None if same else Rewritten([call._replace(**plain)], only)
+    plain = _tuple(lengths), _tuple(rates)
+    same = plain[0] is lengths and plain[1] is rates
+    return None if same else Rewritten([call._replace(segment_lengths=plain[0], dilation_rates=plain[1])], only)
 
 
 def _tuple(value: Any) -> Any:

@@ -20,6 +20,7 @@ SCHEMA = {
     "softcap": "float?", "backend": "str?", "order": "str?", "first_head": "SymInt?", "all_heads": "SymInt?",
     "bias_needs_grad": "bool",
 }  # fmt: skip
+SAME = [name for name in SCHEMA if name in Call._fields]  #: those that a call has, too; but `pattern` is a text
 TENSORS = [name for name, kind in SCHEMA.items() if kind == "Tensor?"]  #: they come first
 
 
@@ -58,7 +59,7 @@ class Encoded(NamedTuple):
 
 def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
     """What an operator takes of a call; `decoded` reads it. Raises InvalidInput."""
-    given = {name: getattr(call, name) for name in SCHEMA if name in Call._fields}
+    given = {name: getattr(call, name) for name in SAME}
     given["pattern"], given["numbers"] = encoded_pattern(call)
     for name, least in (("first_head", 0), ("all_heads", 1)):
         given[name] = None if given[name] is None else integer(name, given[name], least)
@@ -67,7 +68,7 @@ def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
 
 def decoded(qkv: Iterable[Tensor], given: Encoded, return_lse: bool) -> Call:
     """The call that an operator computes, with tokens first. Raises InvalidInput."""
-    asked = {name: x for name, x in given._asdict().items() if name in Call._fields}
+    asked = {name: getattr(given, name) for name in SAME}
     asked["pattern"] = decoded_pattern(given.pattern, tuple(given.numbers))
     q, k, v = qkv
     return Call(q, k, v, **asked, return_lse=return_lse)
