@@ -27,8 +27,8 @@ from attn_dispatch.decisions.explanation import CandidateReport, Explanation
 from attn_dispatch.machine.hardware import Cpu, Gpu, silicon_of
 from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
+from tests.support import made_up as planted
 from tests.support.commands import COMMAND, SMALL, TWO, command, plain, problems, surroundings
-from tools.lib import planted
 
 NAMES = (("a", "natural"), ("b", "natural"))
 TOO_LONG = ("--shape", "1,8589934592,8,64", "--device", "cpu")  #: q alone takes 16 TiB

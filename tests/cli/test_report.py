@@ -22,10 +22,10 @@ from attn_dispatch.cli.report.sections import Machine
 from attn_dispatch.cli.report.series import all_series
 from attn_dispatch.store.decision import TIMED, Decision
 from attn_dispatch.store.quarantine import Entry, Quarantine
+from tests.support import made_up as planted
 from tests.support import stored_profiles as made_up
 from tests.support.commands import command, plain
 from tests.support.stored_profiles import FLEX, MASK, NATIVE, SDPA
-from tools.lib import planted
 
 EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>&amp;'
 

@@ -21,11 +21,11 @@ from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from attn_dispatch.text import milliseconds, printable, titled
 from tests.support import browser
+from tests.support import made_up as planted
 from tests.support import stored_profiles as made_up
 from tests.support.browser import Page
 from tests.support.commands import command
 from tests.support.stored_profiles import NATIVE, SDPA
-from tools.lib import planted
 
 EVIL = "<script>document.title = 'taken'</script>"
 ROWS = "[...document.querySelectorAll('#decided > tbody > tr')].filter((row) => row.dataset.n)"

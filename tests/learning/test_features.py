@@ -19,7 +19,7 @@ from attn_dispatch.learning.features import (
 )
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
 from attn_dispatch.spec.groups import SIZES, group_of, title
-from tools.lib.planted import PROBLEM, problem_at
+from tests.support.made_up import PROBLEM, problem_at
 
 DILATED: dict[str, Any] = {"kind": "Dilated", "dilation_rates": [1, 2], "is_causal": True}
 DILATED |= {"segment_lengths": [512, 1024], "offsets": "mod", "heads": "all"}

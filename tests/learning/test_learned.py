@@ -22,8 +22,8 @@ from attn_dispatch.learning.predict import (
 )
 from attn_dispatch.learning.regret import GroupRegret, HeldOutChoice, leave_one_out, total
 from attn_dispatch.store.decision import Decision
-from tools.checks.trust_learned import planted
-from tools.lib.planted import PROBLEM, Name, decision, measured, problem_at, surface, times_at
+from tests.support.made_up import PROBLEM, Name, decision, measured, problem_at, surface, times_at
+from tests.support.regrets import regrets
 
 A, B, C = (("a", "natural"), ("b", "natural"), ("c", "natural"))
 CROSS = 1000  #: tokens at which a and b take the same time
@@ -88,7 +88,7 @@ def test_confidence_falls_toward_the_crossover_and_away_from_the_evidence() -> N
 
 def test_confidence_is_calibrated() -> None:
     """On synthetic surfaces the share of right choices matches the claimed confidence at every level."""
-    found = planted(1, range(6), unseen=50)
+    found = regrets(range(6), unseen=50)
     for part in ("leave_one_out", "unseen"):
         figures = found[part]
         assert figures["mean"] <= 0.03

@@ -30,10 +30,10 @@ from attn_dispatch.store.decision import Damaged, Decision, Row, canonical, deco
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.passed import note_passed
 from attn_dispatch.store.quarantine import Entry, Quarantine
+from tests.support import made_up as planted
 from tests.support.calls import forget_native_library
 from tests.support.entries import GROUP, KEY, OTHER, chosen, decision, encoded, files_in, written
 from tests.support.fakes import SILICON
-from tools.lib import planted
 
 GIVEN = (
     decision(),

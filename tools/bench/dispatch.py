@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.spec.problem import Call
 from attn_dispatch.tuning.intervals import median_interval
 from tools.lib.common import parser, write
+from tools.lib.tables import Table
 
 CALLS, ROUNDS = 200, 201
 PROCESSES, QUICK_PROCESSES = 15, 6
@@ -147,6 +148,30 @@ def import_ms(statement: str, rounds: int) -> Callable[[], float]:
     return run
 
 
+def tables(found: Any) -> Iterator[Table]:
+    sdpa, hits = "F.scaled_dot_product_attention", list[tuple[str, Any]]()
+    for name, each in found["one_token"].items():
+        hits.append((f"by `{name}`, one token; {sdpa} with transposes", each["tokens first"]))
+        hits.append((f'by `{name}`, layout="bhnd"; {sdpa} alone', each["heads first"]))
+    hits += [
+        ("the operator of graphs, one token; `attend()`", found["one_token_operator"]),
+        ("a backend that does nothing, dense; its own call", found["dense_nothing"]),
+        ("the same, dilated by the shorthands; its own call", found["dilated_nothing"]),
+    ]
+    rows = [
+        (about, f"{hit['direct_us'] + hit['added_us']:.1f} us; {hit['direct_us']:.1f} us", f"{hit['added_us']:+.1f} us")
+        for about, hit in hits
+    ]
+    warm, imported = found["warm_first_ms"], found["import_attend_after_torch_ms"]
+    yield Table(
+        ("`attend()` with a decision; beside", "a call", "added"),
+        rows,
+        f"A process's first call, its decision on disk, takes {warm['added_ms']:.1f} ms ({warm['low_ms']:.1f} to "
+        f"{warm['high_ms']:.1f}) more than the first direct call, {warm['direct_ms']:.1f} ms. "
+        f"`from attn_dispatch import attend`, after torch, takes {imported:.0f} ms.",
+    )
+
+
 def main() -> None:
     options = parser(__doc__, "dispatch.json")
     options.add_argument("--quick", action="store_true", help="fewer processes")
@@ -178,8 +203,7 @@ def main() -> None:
         "import_after_torch_ms": import_ms("import attn_dispatch", processes)(),
         "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend", processes)(),
     }
-    print(figures)
-    write(arguments.output, figures)
+    write(arguments.output, figures, tables)
 
 
 if __name__ == "__main__":

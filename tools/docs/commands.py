@@ -10,29 +10,9 @@ from contextlib import redirect_stdout, suppress
 from unittest import mock
 
 from attn_dispatch.cli import COMMANDS, main
-from tools.lib.tables import table
 
 WIDTH = 120  #: characters of a line
 UNWRAPPED = "100000"  #: argparse's wrapping differs between Python versions; lines are wrapped here instead
-#: What the README shows of each command.
-EXAMPLES = {
-    "profile": "profile --shape 1,8k,8,64 --segments 2k,4k,8k --dilations 1,2,4 --causal",
-    "inspect": "inspect --key 3f9a",
-    "explain": "explain --shape 1,8k,16,128 --causal --dtype bf16",
-    "plan": "plan --tokens 1M --ranks 1,2,4,8 --causal --dtype bf16 --link 50 --rate 200",
-    "limits": "limits --segments 2k,4k,8k --dilations 1,2,4 --dtype bf16 --memory 8GiB",
-    "export": "export decisions.json",
-    "import": "import decisions.json",
-    "report": "report -o report.html",
-    "doctor": "doctor",
-}
-
-
-def short() -> str:
-    """A row for each command."""
-    rows: list[tuple[str, ...]] = [("command", "what it does"), ("---", "---")]
-    rows += [(f"`attn-dispatch {EXAMPLES.get(name, name)}`", summary) for name, summary in COMMANDS.items()]
-    return table(rows)
 
 
 def page() -> str:

@@ -1,12 +1,7 @@
-"""Stability of the choice: re-tunings on a simulated clock, where the right answer is known.
-
-python -m tools.checks.trust_choice [--quick]
-"""
+"""Stability of the choice: re-tunings on a simulated clock, where the right answer is known."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 from collections import Counter
@@ -17,12 +12,11 @@ from typing import Any
 
 from attn_dispatch.tuning.choice import Entrant, choose
 from attn_dispatch.tuning.intervals import MARGIN
-from tools.lib.simulated import Machine
+from tests.support.simulated import Machine
 
 NOISE = 0.03
 CLOSE = {f"c{index}": 1.0 + 0.005 * index for index in range(5)}  #: milliseconds, 0.5 % apart
 PAIR = {"c0": 1.0, "c1": 1.02}
-MANY = {f"c{index}": 1.0 + 0.005 * index for index in range(8)}
 FIVE = {"max_rounds": 5, "min_rounds": 5}
 CALLS = 1000
 ORDER_SEED = 1_000_003
@@ -34,32 +28,21 @@ Tune = Callable[[Costs, str | None, int], str]
 
 @dataclass
 class Tuner:
-    """One re-tuning: timing, then the choice. Counts the calls."""
+    """One re-tuning: timing, then the choice."""
 
     machine: Mapping[str, Any] = field(default_factory=lambda: {"noise": NOISE})
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    rounds: list[int] = field(default_factory=list[int])
-    seconds: list[float] = field(default_factory=list[float])
 
     def __call__(self, costs: Costs, incumbent: str | None, seed: int) -> str:
         incumbents = () if incumbent is None else (incumbent,)
         machine = Machine(seed=seed, **self.machine)
         # Another seed for the order, so that it does not correlate with the noise.
         turns = machine.race(dict(costs), seed=seed + ORDER_SEED, incumbents=incumbents, **self.options)
-        self.rounds.append(turns.rounds)
-        self.seconds.append(turns.elapsed_s)
         entrants = [
             Entrant(name, turns.timings[name], rank=rank, dropped=turns.dropped.get(name))
             for rank, name in enumerate(costs)
         ]
         return choose(entrants, incumbent, calls=CALLS)[0]
-
-    def effort(self) -> dict[str, float]:
-        return {
-            "median_rounds": statistics.median(self.rounds),
-            "most_rounds": max(self.rounds),
-            "median_simulated_s": round(statistics.median(self.seconds), 3),
-        }
 
 
 def naive(costs: Costs, incumbent: str | None, seed: int) -> str:
@@ -122,12 +105,6 @@ def stability(tune: Tune, costs: Costs, count: int) -> dict[str, Any]:
     return found
 
 
-def summary(tuner: Tuner, costs: Costs, count: int) -> dict[str, Any]:
-    positions = stability(tuner, costs, count)
-    keys = ("independent_flips", "chain_changes", "too_slow", "worst")
-    return {key: max(each[key] for each in positions.values()) for key in keys} | tuner.effort()
-
-
 def spreads(tune: Tune, count: int) -> dict[str, Any]:
     """Five candidates with random costs up to 20 % apart, a random one of them the incumbent."""
     losses = []
@@ -140,7 +117,7 @@ def spreads(tune: Tune, count: int) -> dict[str, Any]:
         "too_slow": statistics.fmean(loss > MARGIN for loss in losses),
         "mean_loss": round(statistics.fmean(losses), 4),
         "worst": round(max(losses), 4),
-    } | (tune.effort() if isinstance(tune, Tuner) else {})
+    }
 
 
 def grey_zone(tuner: Tuner, count: int, cost_ms: float = 1.0) -> dict[str, float]:
@@ -150,60 +127,3 @@ def grey_zone(tuner: Tuner, count: int, cost_ms: float = 1.0) -> dict[str, float
         costs = {"old": cost_ms, "new": cost_ms * (1.0 - gap)}
         found[f"{gap:.1%}"] = statistics.fmean(pick == "new" for pick in independent(tuner, costs, "old", count))
     return found
-
-
-def figures(quick: bool = False) -> dict[str, Any]:
-    """Every figure; `quick` re-tunes 40 instead of 200 times."""
-    count = 40 if quick else 200
-    return {
-        "retunings": count,
-        "close": summary(Tuner(), CLOSE, count),
-        "close_naive": naively(count),
-        "pair": summary(Tuner(), PAIR, count),
-        "many": summary(Tuner(), MANY, count // 4),
-        "spreads": spreads(Tuner(), count),
-        "spreads_naive": spreads(naive, count),
-        "disturbed": {name: disturbed(machine, {}, count // 4) for name, machine in MACHINES.items()},
-        "five_rounds": {name: disturbed(machine, FIVE, count) for name, machine in MACHINES.items()},
-        "grey_zone": {name: grey_zone(Tuner(machine, options), count, ms) for name, machine, options, ms in GREY},
-    }
-
-
-def naively(count: int) -> dict[str, float]:
-    picks = independent(naive, CLOSE, None, count)
-    return {"independent_flips": flips(picks), "chain_changes": changes(picks), "worst": worst(CLOSE, picks)}
-
-
-def disturbed(machine: Mapping[str, Any], options: Mapping[str, Any], count: int) -> dict[str, Any]:
-    return {
-        "close": summary(Tuner(machine, options), CLOSE, count),
-        "spreads": spreads(Tuner(machine, options), count),
-    }
-
-
-MACHINES: dict[str, dict[str, Any]] = {
-    "noise": {"noise": NOISE},
-    "heavy tails": {"noise": NOISE, "tail": 0.05},
-    "swing": {"noise": NOISE, "swing": 0.2},
-    "bias": {"noise": NOISE, "bias": 0.01},
-}
-
-
-GREY: tuple[tuple[str, dict[str, Any], dict[str, Any], float], ...] = (
-    ("noise 3%, 5 rounds", {"noise": 0.03}, FIVE, 1.0),
-    ("noise 3%, 25 rounds", {"noise": 0.03}, {"max_rounds": 25}, 1.0),
-    ("noise 3%, calls of 1 ms", {"noise": 0.03}, {}, 1.0),
-    ("noise 3%, calls of 0.2 ms", {"noise": 0.03}, {}, 0.2),
-    ("noise 1%, 25 rounds", {"noise": 0.01}, {"max_rounds": 25}, 1.0),
-    ("noise 1%, calls of 1 ms", {"noise": 0.01}, {}, 1.0),
-)
-
-
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--quick", action="store_true", help="40 re-tunings instead of 200")
-    print(json.dumps(figures(options.parse_args().quick), indent=1))
-
-
-if __name__ == "__main__":
-    main()
