@@ -116,8 +116,9 @@ def test_empty() -> None:
 
 def test_a_route_serves_direct_and_rewritten_calls() -> None:
     """attend() writes out the key that routes.py makes of a call."""
-    bias, masks = torch.zeros(1, 1, LENGTH, LENGTH), dict[str, Any]()
-    for masks in ({}, {"key_mask": torch.ones(2, LENGTH) > 0}, {"softcap": 3.0}, {"bias": bias}):
+    bias = torch.zeros(1, 1, LENGTH, LENGTH)
+    several: list[dict[str, Any]] = [{}, {"key_mask": torch.ones(2, LENGTH) > 0}, {"softcap": 3.0}, {"bias": bias}]
+    for masks in several:
         attend(Q, K, V, return_lse=True, **masks)
         count = len(routes.routes)
         attend(Q, K, V, sink=SINK, **masks)
@@ -126,7 +127,7 @@ def test_a_route_serves_direct_and_rewritten_calls() -> None:
 
 def test_a_hit_takes_few_functions() -> None:
     calls: list[str] = []
-    q, k, v = (x[:1, :, :, :].contiguous() for x in (Q, K, V))
+    q, k, v = (x[:1].contiguous() for x in (Q, K, V))
     with torch.no_grad():
         attend(q, k, v, backend="sdpa")
         sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
@@ -137,10 +138,6 @@ def test_a_hit_takes_few_functions() -> None:
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------
-
-
-def lengths(found: Any) -> list[str]:
-    return [each.problem.split("]")[0] for each in (found, *found.others)]
 
 
 def test_key_lens_are_explained() -> None:
