@@ -317,7 +317,7 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> Backend:
     return backend
 
 
-registry.import_guard = _guarded_import
+registry.guard_imports(_guarded_import)
 
 
 def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:

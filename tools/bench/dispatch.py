@@ -23,6 +23,7 @@ from attn_dispatch import Dense, Problem, attend, register
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.spec.problem import Call
 from attn_dispatch.tuning.intervals import median_interval
 from tools.lib.common import parser, write
 from tools.lib.tables import Table
@@ -64,7 +65,8 @@ def overhead(
     q, k, v = (torch.randn(shape) for _ in range(3))
     problem = Problem.of(q, k, v, **arguments)
     there = {"attend": attend, "run": registry.load(name).run, "q": q, "k": k, "v": v, "name": name, **arguments}
-    there |= {"problem": problem, "sdpa": torch.nn.functional.scaled_dot_product_attention, "operator": operators.call}
+    there |= {"problem": problem, "sdpa": torch.nn.functional.scaled_dot_product_attention}
+    there |= {"operator": operators.attend_by_operator, "Call": Call}
     with_attend = timeit.Timer(call, globals=there)
     direct_call = timeit.Timer(direct, globals=there)
     added, alone = [], []
@@ -193,7 +195,7 @@ def main() -> None:
             for name in ("native", "sdpa")
         },
         "one_token_operator": overhead(
-            "sdpa", "operator(q, k, v, pattern, backend=name)", dense, ONE_TOKEN, pattern=Dense()
+            "sdpa", "operator(Call(q, k, v, pattern, backend=name))", dense, ONE_TOKEN, pattern=Dense()
         ),
         "dense_nothing": overhead("nothing", dense, pattern=Dense()),
         "dilated_nothing": overhead("nothing", dilated, **branches),
