@@ -1,7 +1,4 @@
-"""The race of one trial: times the admitted candidates against one another within the budget and chooses one.
-
-And a short one, which checks another machine's choice against the static choice by a few calls.
-"""
+"""The race of one trial: times the admitted candidates against one another within the budget and chooses one."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
-from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
-from attn_dispatch.text import one_line, titled
+from attn_dispatch.store.decision import TIMED, Decision, Row
+from attn_dispatch.text import one_line
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, shares_builds, static_choice
-from attn_dispatch.tuning.choice import Admitted, Rejected
+from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, shares_builds
+from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import (
     LONGEST_DISTURBED_MS,
     ONE_TIME_MS,
@@ -35,18 +32,12 @@ from attn_dispatch.tuning.clocks import (
     HostStopwatch,
     Stopwatch,
 )
-from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, exhausted, sampled_in_rounds
+from attn_dispatch.tuning.example import Example
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, sampled_in_rounds
 
 TARGET = 0.02  #: half-width of a median's interval, as its share, that a race goes on for where nobody waits
 HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
-# Of the check of another machine's choice.
-CHECK_ROUNDS, CHECK_S = 3, 0.005  #: calls of each candidate, and seconds that these get at least
-CHECK_RATIO = 1.10  #: time over the static choice's from which the choice is refuted
-CLEAR_RATIO = 2.0  #: ratio of long calls from which one of each is enough
 MAY_WIN_RATIO = 1.5  #: a candidate left out at a lower ratio might still be the fastest
 LOOK_SHARE = 0.03  #: share of the time of samples that looks at their results may take
 LOOKED_AT = 2**13  #: entries of each tensor, about
@@ -409,52 +400,6 @@ class _MarkedStopwatch:
                 yield
         finally:
             marker.pause()
-
-
-def why_refuted(request: Request, name: CandidateId) -> str:
-    """Why another machine's choice does not hold here; empty where it does.
-
-    Its results are checked on the problem and on the hard cases, unless a process here has done that; a few of its
-    calls must take no longer than `CHECK_RATIO` times those of the static choice.
-
-    Raises:
-        BackendFailed: a candidate left the device unusable.
-    """
-    able = [each for each in request.candidates_with(example_bytes(request.problem)) if each.row is None]
-    decided, static = next((each for each in able if each.id == name), None), static_choice(able)
-    if decided is None or static is None:
-        return f"{titled(*name)} cannot run"
-    try:
-        with reference():
-            example = make(request.problem, on_device=True)
-        gate = Gate(request.problem, request.address, example, FEW_PAIRS)
-        why = "" if decided is static else _why_slower(request, gate, example, decided, static)
-        rejected = None if why else exhausted(gate.check_hard_cases(decided))
-    except NoReference as error:
-        return f"too little memory to check it ({error})"
-    return why if rejected is None else rejected.reason
-
-
-def _why_slower(request: Request, gate: Gate, example: Example, decided: Candidate, static: Candidate) -> str:
-    """Why the decided candidate failed, or is slower than the static choice; empty where neither is so."""
-    mine, other = (gate.prepare(each) or exhausted(gate.admit(each)) for each in (decided, static))
-    if isinstance(mine, Rejected) or isinstance(other, Rejected):
-        return mine.reason if isinstance(mine, Rejected) else ""
-    times = {decided.title: mine.call_ms, static.title: other.call_ms}
-    shorter, longer = sorted(times.values())
-    clear = shorter >= LONGEST_DISTURBED_MS and longer >= CLEAR_RATIO * shorter
-    if not clear or request.problem.device.type == "cuda":
-        runners = {decided.title: (decided, mine), static.title: (static, other)}
-        race = Race(request, runners, static.title, differences=gate.differences)
-        exhausted(race.run(example, max(CHECK_S, CHECK_ROUNDS * sum(times.values()) / 1e3)))
-        if (error := race.rounds.failures.get(decided.title)) is not None:
-            return one_line(error)
-        times |= {title: min(timing.samples_ms) for title, timing in race.rounds.timings.items()}
-    forget = getattr(static.backend, "forget", None)
-    if forget is not None:
-        forget(request.problem)
-    ratio = times[decided.title] / times[static.title]
-    return f"{ratio:.3g} times the time of {static.title} here" if ratio > CHECK_RATIO else ""
 
 
 def _expected_calls() -> int:

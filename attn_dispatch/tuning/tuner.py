@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
@@ -35,11 +35,22 @@ from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReferenc
 from attn_dispatch.tuning.race import ChangedResult, Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, said_if_long
 
-# Of a trial that a caller waits for.
-FIXED_S = 0.05  #: seconds that it may take for a problem of microseconds
-CALLS = 12  #: further time, in calls of the fastest candidate so far
-SHORT_S = 0.02  #: seconds of a first call that are always left
-RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
+
+
+class Limits(NamedTuple):
+    """Of a trial that a caller waits for: seconds, and calls of the fastest candidate so far besides; and what a race
+    gets at least.
+    """
+
+    fixed_s: float
+    calls: float
+    race_s: float
+    race_calls: float
+
+
+WAITING = Limits(0.05, 12, 0.03, 7)
+CHECK = Limits(0.005, 8, 0.005, 6)  #: of one that compares another machine's choice with the static choice
+SHORT_S = 0.02  #: seconds of a first call that are always left to a caller who waits
 BUSY_FACTOR = 5  #: factor on all seconds where other programs take the cores: calls take longer
 BUSY_RACE_FACTOR = 22  #: likewise on the least seconds of a race: of many samples few are undisturbed
 
@@ -64,6 +75,7 @@ def trial_of(
     budget_s: float | None,
     *,
     waiting: bool = False,
+    limits: Limits | None = None,
     prior: Decision | None = None,
     changed: Collection[CandidateId] | None = None,
     first: CandidateId | None = None,
@@ -74,7 +86,7 @@ def trial_of(
 
     Args:
         budget_s: seconds that the trial may take; None for no limit. A backend's `prepare` is not included.
-        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial (`CALLS`), and only the
+        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial (`limits`, by default `WAITING`), and only the
             chosen candidate runs the hard cases.
         prior: the stored decision. Its choice is the incumbent; rows of candidates that are not measured again stay.
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
@@ -92,7 +104,7 @@ def trial_of(
     runners = to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
-    return Trial(request, found, runners, budget_s, prior, waiting, live_s, clock or time.perf_counter)
+    return Trial(request, found, runners, budget_s, prior, waiting, limits or WAITING, live_s, clock or time.perf_counter)
 
 
 @dataclass
@@ -105,6 +117,7 @@ class Trial:
     budget_s: float | None
     prior: Decision | None
     waiting: bool = False
+    limits: Limits = WAITING
     live_s: float | None = None
     clock: Callable[[], float] = time.perf_counter
     start: float = field(init=False)
@@ -293,7 +306,8 @@ class Trial:
         spent = self.clock() - self.start - self.outside_s
         most = [] if self.budget_s is None else [self.budget_s]
         if self.waiting and self.admitted and self.live_s is None:
-            most.append(FIXED_S * (1 if self.calm else BUSY_FACTOR) + CALLS * self._call_s())
+            seconds = self.limits.fixed_s * (1 if self.calm else BUSY_FACTOR)
+            most.append(seconds + self.limits.calls * self._call_s())
         return min(most) - spent if most else None
 
     def _call_s(self) -> float:
@@ -402,7 +416,7 @@ class Trial:
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             attempts = 1 if self.prior is None else 1 + self.prior.attempts
-            least_s = attempts * (RACE_S + RACE_CALLS * self._call_s())
+            least_s = attempts * (self.limits.race_s + self.limits.race_calls * self._call_s())
             most_s = math.inf if self.budget_s is None else self.budget_s
             remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_RACE_FACTOR))
         yield from self.race.run(example, remaining, more_s)

@@ -230,11 +230,10 @@ def test_the_race_of_an_open_decision_gets_more_time(
         return run(race, example, remaining_s, disturbed_s)
 
     monkeypatch.setattr(Race, "run", noted)
-    monkeypatch.setattr(tuner, "FIXED_S", 0.0)
-    monkeypatch.setattr(tuner, "CALLS", 0)
+    monkeypatch.setattr(tuner, "WAITING", tuner.WAITING._replace(fixed_s=0.0, calls=0))
     prior = msgspec.structs.replace(measured(None), attempts=attempts)
     assert tuner.run_trial(Request.of(PROBLEM), None, waiting=True, prior=prior) is not None
-    assert given[1] == pytest.approx((1 + attempts) * (tuner.RACE_S + tuner.RACE_CALLS * CALL_S))
+    assert given[1] == pytest.approx((1 + attempts) * (tuner.WAITING.race_s + tuner.WAITING.race_calls * CALL_S))
 
 
 def test_prepare_is_not_in_the_budget(alone: Alone) -> None:
