@@ -412,14 +412,15 @@ class Trial:
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
         limits = self.live_s is not None, self._longest_s * 1e3
-        self.race = Race(self.request, runners, incumbent, self.clock, *limits, differences)
+        race = self.race = Race(self.request, runners, incumbent, self.clock, *limits, differences)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             attempts = 1 if self.prior is None else 1 + self.prior.attempts
             least_s = attempts * (self.limits.race_s + self.limits.race_calls * self._call_s())
             most_s = math.inf if self.budget_s is None else self.budget_s
             remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_RACE_FACTOR))
-        yield from self.race.run(example, remaining, more_s)
+        race.skip_slowest(remaining)
+        yield from race.run(lambda each: example.call(*each.backend_and_order), remaining, more_s)
 
     def _decision(self, chosen: Candidate) -> Decision:
         assert self.race is not None

@@ -408,7 +408,7 @@ def explained(report: CandidateReport) -> list[str]:
 def test_a_coarse_clock_skips_no_candidate() -> None:
     unseen_call: Any = (None, Admitted(0.0, 0.0, None, 0.0))
     race = Race(Request.of(PROBLEM), {"a": unseen_call, "b": unseen_call}, "a")
-    race._skip_slowest(0.5)
+    race.skip_slowest(0.5)
     assert race.skipped == {}
 
 

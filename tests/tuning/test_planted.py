@@ -105,7 +105,7 @@ def raced(problem: Problem, flaw: Callable[..., Result]) -> Exception | None:
     candidate = Candidate(Planted(flaw), NATURAL, "1")
     runners = {candidate.title: (candidate, Admitted(1.0, 1.0, 0, 0.0))}
     found = Race(Request.of(problem), runners, candidate.title, differences=gate_of(problem).differences)
-    exhausted(found.run(make(problem), None))
+    exhausted(found.run(lambda each: make(problem).call(*each.backend_and_order), None))
     return found.rounds.failures.get(candidate.title)
 
 
