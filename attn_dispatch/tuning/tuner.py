@@ -50,6 +50,7 @@ class Limits(NamedTuple):
 
 WAITING = Limits(0.05, 12, 0.03, 7)
 CHECK = Limits(0.005, 8, 0.005, 6)  #: of one that compares another machine's choice with the static choice
+UNLIMITED = Limits(math.inf, 0, 0, 0)
 SHORT_S = 0.02  #: seconds of a first call that are always left to a caller who waits
 BUSY_FACTOR = 5  #: factor on all seconds where other programs take the cores: calls take longer
 BUSY_RACE_FACTOR = 22  #: likewise on the least seconds of a race: of many samples few are undisturbed
@@ -308,7 +309,8 @@ class Trial:
         if self.waiting and self.admitted and self.live_s is None:
             seconds = self.limits.fixed_s * (1 if self.calm else BUSY_FACTOR)
             most.append(seconds + self.limits.calls * self._call_s())
-        return min(most) - spent if most else None
+        left_s = min(most, default=math.inf) - spent
+        return None if left_s == math.inf else left_s
 
     def _call_s(self) -> float:
         """Seconds of a call of the fastest candidate so far."""
@@ -387,7 +389,7 @@ class Trial:
     def _quarantine_other_orders(self, culprit: Candidate, reason: str) -> None:
         """Rule out the culprit's other orders too: the quarantine is of its version."""
         for candidate in self.candidates:
-            others = candidate.row is None and candidate is not culprit
+            others = candidate.row is None and candidate is not culprit and candidate.version == culprit.version
             if others and candidate.name == culprit.name != registry.LAST_RESORT:
                 self.admitted.pop(candidate.title, None)
                 if self.race is not None:
