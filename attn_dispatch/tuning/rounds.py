@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
+from attn_dispatch.errors import RankLost
 from attn_dispatch.log import logger
 from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, ONE_TIME_MS, HostStopwatch, Stopwatch, calibrate
@@ -395,10 +396,10 @@ class _RoundTimer:
 
 @contextmanager
 def ending_on_failure(name: str, failures: dict[str, Exception]) -> Iterator[None]:
-    """Note a candidate's exception under its name. DeviceLost propagates."""
+    """Note a candidate's exception under its name. DeviceLost and RankLost propagate."""
     try:
         yield
-    except DeviceLost:  # no other candidate can run either
+    except (DeviceLost, RankLost):  # no other candidate can run either
         raise
     except Exception as error:  # noqa: BLE001 - a kernel under test may fail in any way
         # The frames hold the call's allocations, memory that later candidates may need.
