@@ -1,14 +1,14 @@
 """The race of the blocks of `triton`'s kernels: once for each GPU, dtype, head_dim and kernel; `kept_blocks` keeps it.
 
-Each block is a candidate of a trial. The whole call is timed, with the blocks of later calls in the other kernels. It
-is run by `profile --blocks` and `tools.checks.gpu_check`: a first call would have to wait for about twenty compilations.
+Each block is a candidate of a trial. The whole call is timed, with the blocks of later calls in the other kernels.
+`profile --blocks` and `tools.checks.gpu_check` run it: a first call would have to wait for about twenty compilations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.decisions.decide import measuring
@@ -136,6 +136,6 @@ def _race(backend: Any, each: TritonKernel, request: Request) -> tuple[Winner | 
         logger.info("%s in blocks of %s is dropped: %s", use_of(each.kernel, request.problem), title, reason)
     if not chosen or trial.race is None:
         return None, dropped
-    times, block = trial.race.rounds.timings, chosen.backend.block
+    times, block = trial.race.rounds.timings, cast(BlockBackend, chosen.backend).block
     speedup = round(next(iter(times.values())).median_ms / times[chosen.title].median_ms, 3)
     return Winner(block.rows, block.columns, block.warps, block.stages, speedup, utc_now()), dropped

@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput, RankLost
-from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.log import logger
 from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.ring.sharded_problem import ShardedProblem
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Row
 from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
-from attn_dispatch.tuning.example import make, synchronize
+from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.hard_cases import fitted
 from attn_dispatch.tuning.oracle import Oracle
 from attn_dispatch.tuning.race import Race
@@ -37,6 +38,7 @@ SMALL = 192  #: tokens of the problem that the gate compares with float64
 SMALL_BATCH = 2
 
 Tensors = tuple[Tensor, Tensor, Tensor]
+Parts = tuple[Tensor, Tensor | None]  #: out and lse
 
 
 def version() -> str:
@@ -55,6 +57,7 @@ class SlowestRank:
     """
 
     link: Link
+    device: torch.device
     spent_s: float = 0.0
     load: Load = NO_LOAD
     shortest_ms: float = 0.0  #: a call between ranks is never repeated within a sample
@@ -69,6 +72,7 @@ class SlowestRank:
         start, error = time.perf_counter(), None
         try:
             call()
+            synchronize(self.device)
         except RankLost:
             raise
         except Exception as raised:  # noqa: BLE001 - any error is sent to all ranks
@@ -86,10 +90,29 @@ class SlowestRank:
     host_ms = cold_ms = device_ms
 
 
+@dataclass
 class _Exchanges:
-    """The exchanges as orders of a backend, for the rows of a decision."""
+    """The exchanges as orders of a backend, of a rank's shard of q, k and v."""
 
-    name = NAME
+    sharded: ShardedProblem
+    name: str = NAME
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str, **masks: Tensor) -> Parts:
+        return self.sharded.run(order, q, k, v, **masks)
+
+
+class _OfWhole(_Exchanges):
+    """The same of whole tensors: out and lse are zero at the other ranks' tokens."""
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str, **masks: Tensor) -> Parts:
+        at = positions_of(self.sharded.layout, self.sharded.link.rank).to(q.device)
+        q_at, k_at, v_at = (x.index_select(1, at) for x in (q, k, v))
+        if "key_mask" in masks:
+            masks["key_mask"] = masks["key_mask"].index_select(1, at)
+        out, lse = super().run(q_at, k_at, v_at, problem, order=order, **masks)
+        assert lse is not None
+        zeros = q.new_zeros(q.shape), lse.new_zeros(*lse.shape[:2], q.shape[1])
+        return zeros[0].index_copy(1, at, out), zeros[1].index_copy(2, at, lse)
 
 
 @dataclass
@@ -112,23 +135,25 @@ class Trial:
     def rows(self) -> tuple[dict[str, Row], str | None, float]:
         """A row for each candidate, the chosen one (None if all failed), and the milliseconds of the trial."""
         start, said = time.perf_counter(), self.sharded.link.rank > 0
-        watch, runners = SlowestRank(self.sharded.link), dict[str, tuple[Candidate, Admitted]]()
+        watch = SlowestRank(self.sharded.link, self.sharded.problem.device)
+        runners = dict[str, tuple[Candidate, Admitted]]()
+        backend = cast(Backend, _Exchanges(self.sharded))
         for name in self.names:
-            candidate = Candidate(cast(Backend, _Exchanges()), name, version())
+            candidate = Candidate(backend, name, version())
             try:
-                runners[candidate.title] = candidate, self._admitted(name, watch)
+                runners[candidate.title] = candidate, self._admitted(candidate, watch)
             except FailedOnRanks as error:
                 self._failed(candidate, error)
             said = said or said_if_long(self.sharded.problem, time.perf_counter() - start)
         race = Race(Request(self.sharded.problem, ""), runners, titled(NAME, self.first), lambda: watch.spent_s)
         race.stopwatch, race.most_rounds = watch, MOST_ROUNDS
         round_s = sum(admitted.call_ms for _, admitted in runners.values()) / 1e3
-        exhausted(race.run(self._call_of, max(self.budget_ms / 1e3, FEWEST_ROUNDS * round_s)))
+        exhausted(race.run(self._call, max(self.budget_ms / 1e3, FEWEST_ROUNDS * round_s)))
         self.sharded.link.transport.release()  # buffers of other exchanges
         chosen = race.choose()
         for title, (candidate, _) in runners.items():
-            if (error := race.rounds.failures.get(title)) is not None:
-                self._failed(candidate, error)
+            if (raised := race.rounds.failures.get(title)) is not None:
+                self._failed(candidate, raised)
             elif (row := race.row(candidate)) is not None:
                 self.found[candidate.order] = row
         order = None if chosen is None else runners[chosen][0].order
@@ -138,46 +163,37 @@ class Trial:
         logger.warning("%s failed in a trial: %s", candidate.order, error)
         self.found[candidate.order] = candidate.measured_row("failed", str(error))
 
-    def _admitted(self, name: str, watch: SlowestRank) -> Admitted:
+    def _admitted(self, candidate: Candidate, watch: SlowestRank) -> Admitted:
         """Check a small problem of this kind against float64, then make a first call of the problem itself.
 
         Raises:
             FailedOnRanks: it raised on a rank, or its results are wrong.
         """
-        error = self._compared(name, watch)
-        watch.mean_ms(partial(self.sharded.reserve, name))
-        first_ms = watch.mean_ms(partial(self._call, name))
+        error = self._compared(candidate.order, watch)
+        watch.mean_ms(partial(self.sharded.reserve, candidate.order))
+        first_ms = watch.mean_ms(self._call(candidate))
         return Admitted(first_ms, first_ms, None, error)
 
     def _compared(self, name: str, watch: SlowestRank) -> float:
         """The error of a small problem of this kind over all ranks; infinite where there is none to compare."""
-        ranks = self.sharded.layout.ranks
+        ranks, found = self.sharded.layout.ranks, dict[str, Tensor]()
         if ranks > SMALL:  # fewer than one token per rank
             logger.info("%s is not compared with float64: %d ranks for a problem of %d tokens", name, ranks, SMALL)
             return math.inf
-        sharded, gate = _small(self.sharded)
-        results: dict[str, Tensor] = {}
-        watch.mean_ms(lambda: results.update(_shard_results(sharded, gate, name)))
-        verdict = gate.check(_whole_results(sharded, results))
+        sharded, oracle = _small(self.sharded)
+        watch.mean_ms(lambda: found.update(oracle.run(cast(Backend, _OfWhole(sharded)), name)))
+        reduce = sharded.link.all_reduce
+        verdict = oracle.check({name: reduce(x.to(sum_dtype(x.dtype))).to(x.dtype) for name, x in found.items()})
         if verdict.failures:
             raise FailedOnRanks("; ".join(verdict.failures))
         return verdict.error
 
-    def _call_of(self, candidate: Candidate) -> Callable[[], Sequence[Tensor]]:
-        return partial(self._call, candidate.order)
-
-    def _call(self, name: str) -> Sequence[Tensor]:
-        q, k, v = (x.detach() for x in self.tensors)
-        problem, masks = self.sharded.problem, (self.masks.get("seq_lens"), self.masks.get("key_mask"))
-        if not problem.needs_grad:
-            self.sharded.run(name, q, k, v, *masks)
-        else:
-            with torch.enable_grad():
-                inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-                out, _ = self.sharded.run(name, q, k, v, *masks)
-                gradients((out,), inputs, (torch.ones_like(out),))
-        synchronize(problem.device)
-        return ()
+    def _call(self, candidate: Candidate) -> Callable[[], Sequence[Tensor]]:
+        """A call of this rank's shard."""
+        problem = self.sharded.problem
+        q, k, v = (x.detach().requires_grad_(problem.needs_grad) for x in self.tensors)
+        grad = torch.ones_like(q) if problem.needs_grad else None
+        return Example(problem, q, k, v, grad, dict(self.masks)).call(*candidate.backend_and_order)
 
 
 def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
@@ -195,34 +211,3 @@ def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
         lengths = deal(SMALL, layout.ranks)
     oracle = Oracle.of(make(replace(small, ranks=1)))
     return replace(sharded, problem=small, layout=Layout(lengths, layout.kind)), oracle
-
-
-def _shard_results(sharded: ShardedProblem, gate: Oracle, exchange: str) -> dict[str, Tensor]:
-    """This rank's results for its shard of the gate's example; a collective."""
-    example, needs_grad = gate.example, sharded.problem.needs_grad
-    at = positions_of(sharded.layout, sharded.link.rank).to(sharded.problem.device)
-    seq_lens, key_mask = example.masks.get("seq_lens"), example.masks.get("key_mask")
-    key_mask = None if key_mask is None else key_mask.index_select(1, at)
-    with torch.set_grad_enabled(needs_grad):
-        q, k, v = (x.detach().index_select(1, at).requires_grad_(needs_grad) for x in (example.q, example.k, example.v))
-        out, lse = sharded.run(exchange, q, k, v, seq_lens, key_mask)
-        assert lse is not None
-        found = {"out": out.detach(), "lse": lse.detach()}
-        if gate.grad is not None:
-            results, weights = [out], [gate.grad.index_select(1, at)]
-            if gate.grad_lse is not None:
-                results, weights = [out, lse], [*weights, gate.grad_lse.index_select(2, at)]
-            found.update(zip(("dq", "dk", "dv"), gradients(results, (q, k, v), weights)))
-    return found
-
-
-def _whole_results(sharded: ShardedProblem, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather the results of all ranks by position; a collective."""
-    gathered = sharded.link.all_gather_objects({name: x.cpu() for name, x in results.items()})
-    order = torch.cat([positions_of(sharded.layout, rank) for rank in range(sharded.layout.ranks)])
-    whole = {}
-    for name in results:
-        axis = 2 if name == "lse" else 1
-        parts = torch.cat([each[name] for each in gathered], axis)
-        whole[name] = torch.empty_like(parts).index_copy_(axis, order, parts).to(sharded.problem.device)
-    return whole

@@ -36,7 +36,6 @@ from attn_dispatch.tuning.race import ChangedResult, Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, said_if_long
 
 
-
 class Limits(NamedTuple):
     """Of a trial that a caller waits for: seconds, and calls of the fastest candidate so far besides; and what a race
     gets at least.
@@ -87,8 +86,9 @@ def trial_of(
 
     Args:
         budget_s: seconds that the trial may take; None for no limit. A backend's `prepare` is not included.
-        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial (`limits`, by default `WAITING`), and only the
-            chosen candidate runs the hard cases.
+        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial, and only the chosen
+            candidate runs the hard cases.
+        limits: of such a trial, by default `WAITING`.
         prior: the stored decision. Its choice is the incumbent; rows of candidates that are not measured again stay.
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
         first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
@@ -105,7 +105,9 @@ def trial_of(
     runners = to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
-    return Trial(request, found, runners, budget_s, prior, waiting, limits or WAITING, live_s, clock or time.perf_counter)
+    return Trial(
+        request, found, runners, budget_s, prior, waiting, limits or WAITING, live_s, clock or time.perf_counter
+    )
 
 
 @dataclass
