@@ -72,7 +72,7 @@ def keep(silicon: str, version: str, winners: Mapping[str, Winner]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with files.locked(path.parent):
                 there = _read(path)  # another process may have added to it
-                files.write_checked(path, _merged(there, version, winners))
+                files.write_checked(folder, path, _merged(there, version, winners))
     except OSError as error:
         say_once(f"raced blocks are not kept: {path.parent} cannot be written ({error.strerror or error})")
     process_state.forget(process_state.READ)  # what was worked out from the blocks before

@@ -11,6 +11,8 @@ from attn_dispatch.spec.groups import group_of, key_of
 KEY = re.compile(r"[0-9a-f]{20}")
 GROUP = re.compile(r"[0-9a-f]{12}")
 SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+#: The paths that a store writes below its folder; those that end in .tmp are being written.
+STORED = re.compile(rf"{SILICON.pattern}/{GROUP.pattern}/({KEY.pattern}\.json|\.{KEY.pattern}-[0-9a-f]{{8}}\.tmp)")
 
 
 class Address(NamedTuple):

@@ -1,6 +1,6 @@
 """A decision as a struct and as bytes: JSON with sorted keys and a checksum over the rest.
 
-Fields unknown to this version are read into `extra` and written back in place, so that no round trip loses them.
+Unknown fields are dropped: a version of the package that adds one has another `SCHEMA`, and so another folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ SCHEMA = 2
 CHECKSUM_DIGITS = 32  #: hexadecimal digits
 MAX_BYTES = 1 << 24  #: bytes of one encoded decision, far above any real one
 TIMED = ("chosen", "slower", "tie")  #: statuses of candidates that were timed against the chosen one
-HEAD = b'{"checksum":"'  #: the first bytes of every encoded decision
 NEVER = datetime.min.replace(tzinfo=UTC)
 # OverflowError and ValueError: an integer too long to convert to a number or back.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
@@ -28,10 +27,6 @@ CandidateId = tuple[str, str]  #: backend and order
 
 class Damaged(ValueError):
     """The bytes are not a valid decision; the message says why."""
-
-
-class LaterSchema(Damaged):
-    """A later version of the package wrote the bytes: its file must stay as it is."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -73,7 +68,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     open: bool = False
     failures: int | None = None
     origin: str = ""
-    extra: dict[str, Any] = {}
 
     @property
     def id(self) -> CandidateId:
@@ -100,7 +94,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     `origin` is as in a row: what another machine decided.
     """
 
-    schema: int = SCHEMA
     key: str
     silicon: str
     group: str
@@ -123,7 +116,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     attempts: int = 0
     load: dict[str, float] | None = None
     origin: str = ""
-    extra: dict[str, Any] = {}
 
     @property
     def chosen(self) -> CandidateId:
@@ -149,8 +141,6 @@ def from_elsewhere(decision: Decision, origin: str) -> Decision:
 
 MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))
 NOT_NEGATIVE = (*MEASURED, "break_even", "rounds", "error", "failures")
-FIELDS = frozenset(Decision.__struct_fields__) - {"extra"}
-ROW_FIELDS = frozenset(Row.__struct_fields__) - {"extra"}
 
 _plain_decoder = msgspec.json.Decoder()
 msgspec.json.Decoder(Decision)  # resolves the annotations at import: in a look-up that would double its time
@@ -176,26 +166,22 @@ def encode(decision: Decision) -> bytes:
         raise Damaged(str(error)) from error
     if len(body) > MAX_BYTES // 2:
         raise Damaged(f"{len(body)} bytes, over {MAX_BYTES // 2}")
-    return b'%b%b",%b' % (HEAD, _digest(body), body[1:])
+    return b'{"checksum":"%b",%b' % (_digest(body), body[1:])
 
 
 def decode(content: bytes) -> Decision:
     """Decode the bytes of `encode`, or equal JSON with other whitespace or order of keys.
 
     Raises:
-        Damaged: the bytes are not a valid decision of this schema. LaterSchema: they are of a later one.
+        Damaged: the bytes are not a valid decision of this schema.
     """
     try:
         plain = _plain_decoder.decode(content)
-        schema = schema_of(plain)
-        if schema != SCHEMA:
-            kind = LaterSchema if schema > SCHEMA else Damaged
-            left = ", and leaves the file as it is" if kind is LaterSchema else ""
-            raise kind(f"schema {schema}, this version reads {SCHEMA}{left}")
+        check_schema(plain.get("schema") if isinstance(plain, dict) else None)
         checksum = plain.pop("checksum", None)
         if not isinstance(checksum, str) or not _fits(checksum, content, plain):
             raise Damaged("its content does not match its checksum")
-        found = from_plain(plain)
+        found = msgspec.convert(plain, Decision)
         check(found)
     except Damaged:
         raise
@@ -204,47 +190,17 @@ def decode(content: bytes) -> Decision:
     return found
 
 
-def schema_of(plain: Any) -> int:
-    """The schema number of a JSON object. Raises Damaged where it has none."""
-    schema = plain.get("schema") if isinstance(plain, dict) else None
+def check_schema(schema: object) -> None:
+    """Raise Damaged where the schema number of a JSON object, None for none, is not this version's."""
     if type(schema) is not int:
         raise Damaged("it is not a decision")
-    return schema
-
-
-class _Header(msgspec.Struct):
-    schema: int
-    silicon: str
-    group: str
-    key: str
-
-
-def names_address(content: bytes, address: Address) -> bool:
-    """Whether the bytes say that they are a decision of this schema and address; the rest is not checked."""
-    try:
-        found = msgspec.json.decode(content, type=_Header)
-    except DECODE_ERRORS:
-        return False
-    return found.schema == SCHEMA and (found.silicon, found.group, found.key) == address
+    if schema != SCHEMA:
+        raise Damaged(f"schema {schema}, this version reads {SCHEMA}")
 
 
 def to_plain(decision: Decision) -> dict[str, Any]:
-    """Convert a decision to plain values, with unknown fields in place and without a checksum."""
-    plain: dict[str, Any] = msgspec.to_builtins(decision)
-    plain["schema"] = decision.schema
-    plain["candidates"] = [_inline_extra(row, ROW_FIELDS) for row in plain["candidates"]]
-    return _inline_extra(plain, FIELDS | {"checksum"})
-
-
-def from_plain(plain: dict[str, Any]) -> Decision:
-    """Convert plain values to a decision. Raises msgspec's errors."""
-    rows = plain.get("candidates")
-    if isinstance(rows, list) and not all(isinstance(row, dict) and row.keys() <= ROW_FIELDS for row in rows):
-        plain = {
-            **plain,
-            "candidates": [_collect_extra(row, ROW_FIELDS) if isinstance(row, dict) else row for row in rows],
-        }
-    return msgspec.convert(_collect_extra(plain, FIELDS), Decision)
+    """Convert a decision to plain values, without a checksum."""
+    return {**msgspec.to_builtins(decision), "schema": SCHEMA}
 
 
 def check(decision: Decision) -> None:
@@ -278,18 +234,6 @@ def time_of(text: str | None) -> datetime:
         return NEVER
     found = datetime.fromisoformat(text)
     return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
-
-
-def _inline_extra(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    extra = plain.pop("extra", {})
-    return {**{name: value for name, value in extra.items() if name not in known}, **plain}
-
-
-def _collect_extra(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    if plain.keys() <= known:
-        return plain
-    extra = {name: value for name, value in plain.items() if name not in known}
-    return {**{name: value for name, value in plain.items() if name in known}, "extra": extra}
 
 
 def _is_finite(value: Any) -> bool:

@@ -3,8 +3,8 @@
     <cache folder>/v2/<silicon>/<group>/<key>.json
 
 The folder is $ATTN_DISPATCH_CACHE_DIR, else the user's cache folder; past $ATTN_DISPATCH_CACHE_MB the least recently
-used are removed. A file that is damaged, foreign or of a later schema is a miss, with one warning. Decisions shipped
-with the package come second to the user's own. No torch here: `inspect` must start at once.
+used are removed. A damaged or foreign file is a miss, with one warning. Decisions shipped with the package come second
+to the user's own. No torch here: `inspect` must start at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -26,19 +26,16 @@ from attn_dispatch import process_state
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
-from attn_dispatch.store.address import GROUP, KEY, SILICON, Address
+from attn_dispatch.store.address import SILICON, STORED, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import (
-    HEAD,
     MAX_BYTES,
     SCHEMA,
     Damaged,
     Decision,
-    LaterSchema,
     decode,
     encode,
     from_elsewhere,
-    names_address,
     time_of,
 )
 from attn_dispatch.store.merge import merge
@@ -54,11 +51,9 @@ CLOCK_TOLERANCE = timedelta(days=1)  #: times further ahead than this come from 
 
 _touched: set[str] = set()
 _puts: Counter[Path] = Counter()
-_examined: set[Path] = set()  # folders of decisions, once it is known whether others can write to them
-_shared: set[Path] = set()  # cache folders that were reported
+_examined: set[Path] = set()  # cache folders, once it is known whether others can write to them
 _unstored: dict[Path, str] = {}  # why a decision could not be written, by cache folder
-process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _shared.clear)
-process_state.register(process_state.READ, _unstored.clear)
+process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _unstored.clear)
 
 
 class Added(NamedTuple):
@@ -88,7 +83,7 @@ class Store:
     def get(self, silicon: str, group: str, key: str) -> Decision | None:
         """The stored decision, or None."""
         path = self.path(silicon, group, key)
-        self._warn_if_shared(path.parent)
+        self._warn_if_shared()
         found = _read(path, Address(silicon, group, key))
         if found is not None:
             _touch(path)
@@ -105,8 +100,6 @@ class Store:
         try:
             if self.folder != NOWHERE:
                 return self.add(decision).path
-        except LaterSchema as error:
-            why = str(error)  # reading it has logged a warning
         except OSError as error:
             # Not the file, nor the group's folder, which there may be room for: one warning for all.
             there = (str(each) for each in (self.root, *self.root.parents) if os.path.exists(each))
@@ -127,17 +120,16 @@ class Store:
         """Write a decision as `put` does, but raise on failure; its path and the effect.
 
         Raises:
-            OSError: the file cannot be written. Damaged: the decision could not be read back. LaterSchema: a later
-            version's file is there.
+            OSError: the file cannot be written. Damaged: the decision could not be read back.
         """
         most = max_cache_bytes()
         path = self.path(*decision.address)
         encode(decision)  # before folders are created: it raises where the decision is invalid
-        self._warn_if_shared(path.parent)
+        self._warn_if_shared()
         files.refuse_links(self.folder, path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent):
-            there = _read_or_keep(path, decision.address)
+            there = _read(path, decision.address)
             content = _merged_content(decision, there)
             unchanged = there is not None and content == encode(there)
             if unchanged:
@@ -146,24 +138,18 @@ class Store:
                 files.write(path, content)
         _puts[self.folder] += 1
         if _puts[self.folder] % PUTS_PER_CLEANUP == 1:
-            files.tidy(self.root, (SILICON, GROUP, KEY), most, keep=path, is_own=_is_own, head=HEAD)
+            files.tidy(self.root, STORED, most, keep=path)
         return Added(path, "unchanged" if unchanged else "added" if there is None else "merged")
 
     def shared(self) -> str:
         """Say which folder of the store other users can write to, and why; empty if there is none."""
-        inner = [path for silicon in _names(self.root) for path in (self.root / silicon).glob("*/")]
-        folders = dict.fromkeys((self.folder, self.root, *(path.parent for path in inner), *inner))
-        return next(filter(None, map(files.open_to_others, folders)), "")
+        return files.open_to_others(self.folder) or files.open_to_others(self.root)
 
-    def _warn_if_shared(self, folder: Path) -> None:
-        """Warn once for each cache folder where others can write to it, or to a folder inside it down to `folder`."""
-        if folder in _examined:
-            return
-        _examined.add(folder)
-        found = [files.open_to_others(each) for each in (folder, folder.parent, self.root, self.folder)]
-        if any(found) and self.folder not in _shared:
-            _shared.add(self.folder)
-            say_once(f"other users can choose this user's backends: {next(filter(None, reversed(found)))}")
+    def _warn_if_shared(self) -> None:
+        if self.folder not in _examined:
+            _examined.add(self.folder)
+            if found := self.shared():
+                say_once(f"other users can choose this user's backends: {found}")
 
     def amend(self, decision: Decision, **changes: Any) -> None:
         """Change fields of a stored decision other than its measurements; do nothing where another has replaced it.
@@ -181,13 +167,10 @@ class Store:
     def group(self, silicon: str, group: str, most: int | None = None) -> list[Decision]:
         """The readable decisions of a group, sorted by key; of more than `most`, those used last."""
         folder = self.path(silicon, group, ANY_KEY).parent
-        found, names = [], _names(folder)
+        names = _names(folder)
         if most is not None and len(names) > most:
             names = sorted(sorted(names, key=lambda name: -_used(f"{folder}/{name}"))[:most])
-        for name in names:
-            address = Address(silicon, group, name.removesuffix(".json"))
-            if address.key != name and address.is_valid:
-                found.append(_read(f"{folder}/{name}", address))
+        found = [_read(f"{folder}/{name}", address) for name, address in _addresses(silicon, group, names)]
         return [each for each in found if each is not None]
 
     def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
@@ -198,19 +181,13 @@ class Store:
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision with its path, sorted by silicon and key."""
         for silicon in _names(self.root):
-            if SILICON.fullmatch(silicon):
-                yield from self._all_of(silicon)
-
-    def _all_of(self, silicon: str) -> Iterator[tuple[Path, Decision]]:
-        folder = f"{self.root}/{silicon}"
-        names = [(name, group) for group in _names(folder) for name in _names(f"{folder}/{group}")]
-        for name, group in sorted(names):
-            address = Address(silicon, group, name.removesuffix(".json"))
-            if address.key != name and address.is_valid:
-                path = f"{folder}/{group}/{name}"
-                found = _read(path, address)
-                if found is not None:
-                    yield Path(path), found
+            groups = {group: _names(self.root / silicon / group) for group in _names(self.root / silicon)}
+            found = [each for group, names in groups.items() for _, each in _addresses(silicon, group, names)]
+            for address in sorted(found, key=lambda each: (each.key, each.group)):
+                path = self.path(*address)
+                decision = _read(path, address)
+                if decision is not None:
+                    yield path, decision
 
 
 @cache
@@ -293,32 +270,22 @@ def _names(folder: Path | str) -> list[str]:
         return []
 
 
+def _addresses(silicon: str, group: str, names: Iterable[str]) -> Iterator[tuple[str, Address]]:
+    """The files that hold decisions, by their names in a group's folder, and the addresses of those."""
+    for name in names:
+        address = Address(silicon, group, name.removesuffix(".json"))
+        if address.key != name and address.is_valid:
+            yield name, address
+
+
 def _read(path: Path | str, address: Address) -> Decision | None:
     """The decision in a file; None, with one warning, where it cannot be read."""
-    with suppress(LaterSchema):
-        return _read_or_keep(path, address)
-    return None
-
-
-def _read_or_keep(path: Path | str, address: Address) -> Decision | None:
-    """Read as `_read` does. Raises LaterSchema, with the same warning, where the file must stay as it is."""
     try:
         found = decode(files.read(path, MAX_BYTES))
+        if found.address != address:
+            raise Damaged("it holds another problem's decision")
     except (OSError, Damaged) as error:
-        if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) not in NOT_A_FOLDER:
+        if getattr(error, "errno", None) not in (errno.ENOENT, *NOT_A_FOLDER):
             say_once(f"ignored {path}: {error}")
-        if isinstance(error, LaterSchema):
-            raise
-        return None
-    if found.address != address:
-        say_once(f"ignored {path}: it holds another problem's decision")
         return None
     return found
-
-
-def _is_own(path: str) -> bool:
-    """Whether a file in a decision's place is that decision of this schema, even a damaged one."""
-    silicon, group, name = Path(path).parts[-3:]
-    with suppress(OSError):
-        return names_address(files.read(path, MAX_BYTES), Address(silicon, group, name.removesuffix(".json")))
-    return False

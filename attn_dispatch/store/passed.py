@@ -15,7 +15,6 @@ from attn_dispatch.log import say_once
 from attn_dispatch.settings import NOWHERE
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON
-from attn_dispatch.store.crash_markers import digest
 from attn_dispatch.store.decision import Decision
 
 MOST = 1 << 20  #: bytes of one file
@@ -39,9 +38,7 @@ def note_passed(folder: Path, silicon: str, check: str) -> None:
     if folder == NOWHERE:
         return
     try:
-        files.refuse_links(folder, path.parent)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.append_bounded(path, check.encode() + b"\n", MOST)
+        files.append_bounded(folder, path, check.encode() + b"\n", MOST)
     except OSError as error:
         say_once(f"passed checks are not remembered: {path.parent} cannot be written ({error.strerror or error})")
 
@@ -59,7 +56,7 @@ def note_confirmed(folder: Path, decision: Decision, version: str | None) -> Non
 
 def _digest(decision: Decision, *version: str | None) -> str:
     """Twenty digits for a choice: its problem, its candidate, when it was made, and the version that was checked."""
-    return digest(decision.key, *decision.chosen, *version, decision.created)
+    return files.digest(decision.key, *decision.chosen, *version, decision.created)
 
 
 def _path(folder: Path, silicon: str) -> Path:

@@ -38,8 +38,7 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
         return
     path = folder / MISSED
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.append_bounded(path, line, MOST)
+        files.append_bounded(folder, path, line, MOST)
     except OSError as error:
         say_once(f"misses are not recorded: {folder} cannot be written ({error.strerror or error})")
         return

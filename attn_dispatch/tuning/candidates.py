@@ -312,7 +312,7 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> Backend:
         raise ImportError(f"{entry.reason}{until(entry)}; `attn-dispatch doctor --lift '{name}'` lifts it")
     title = f"the entry point {point.value}"
     try:
-        with crash_marker(cache_folder(), where, name, version, title, patience_s=limit_s):
+        with crash_marker(cache_folder(), where, name, version, title):
             backend = guard.run_guarded(load, limit_s)
     except guard.TimedOut as error:
         _add_hang(where, name, version, f"the {name} {one_line(error)}", title)

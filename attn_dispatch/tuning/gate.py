@@ -7,13 +7,12 @@ to be chosen. Every failure becomes data: a status, a reason and, where the vers
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
@@ -29,7 +28,8 @@ from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.crash_markers import CrashMarker, crash_marker, digest
+from attn_dispatch.store.crash_markers import crash_marker
+from attn_dispatch.store.files import digest
 from attn_dispatch.store.quarantine import Kind
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import candidates, guard
@@ -76,7 +76,6 @@ class Gate:
     example: Example | None = None
     pairs: int = PAIRS
     stepped: bool = False
-    _marker: CrashMarker | None = field(init=False, default=None)  #: that of the candidate on trial
 
     @cached_property
     def _oracle(self) -> Oracle:
@@ -132,8 +131,7 @@ class Gate:
         if (call := getattr(candidate.backend, "prepare", None)) is None:
             return None
         try:
-            # A compiler is another program: only a crash of this process counts, as where its library is loaded.
-            with crash_marker(cache_folder(), where, candidate.name, version, "its prepare()", crashes_only=True):
+            with crash_marker(cache_folder(), where, candidate.name, version, "its prepare()"):
                 guard.run_guarded(call, limit_s)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text, hung = one_line(error), isinstance(error, guard.TimedOut)
@@ -191,7 +189,7 @@ class Gate:
         free_before = memory.available_bytes(self.problem.device)
         try:
             with (
-                crash_marker(cache_folder(), where, candidate.name, version, title) as self._marker,
+                crash_marker(cache_folder(), where, candidate.name, version, title),
                 ending_on_lost_device(candidate, self.problem, self.address),
             ):
                 return run()
@@ -214,8 +212,6 @@ class Gate:
     ) -> Admitted | Rejected:
         """What the first run showed, which is taken out of `held`, or a second one, where the first is no measure."""
         needed = candidate.needed_bytes
-        if self._marker is not None:
-            self._marker.begin(math.inf)  # so that it tells a second run from the first, which had another marker
         result, peak, first_ms = held.pop() if held else run()
         call_ms = first_ms
         # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured. Any
@@ -282,19 +278,11 @@ class Gate:
         if not self.stepped:
             return self._tried(candidate, partial(self._case_failures, candidate, cases, brief=brief))
         checks = self._tried(candidate, partial(self._case_checks, candidate, cases, brief))
-        for number, check in enumerate(() if isinstance(checks, Rejected) else checks):
+        for check in () if isinstance(checks, Rejected) else checks:
             yield CASE_S
-            if found := self._tried(candidate, partial(self._failures_of, check, number)):
+            if found := self._tried(candidate, check):
                 return found
         return checks if isinstance(checks, Rejected) else ()
-
-    def _failures_of(self, check: Check, earlier: int) -> Sequence[str]:
-        """Run a check; its marker says how many earlier ones there were, which had other markers."""
-        if self._marker is not None:
-            self._marker.pause()
-            self._marker.calls = earlier
-            self._marker.resume()
-        return check()
 
     def _limit_s(self, candidate: Candidate, problem: Problem) -> float:
         """Seconds that a call may take, with what the backend declares of a first one."""
@@ -356,21 +344,14 @@ class Gate:
 
     def _guarded(self, calls: list[Callable[[], T]], limit_s: float) -> list[T]:
         """Run calls at once, within limits of time (seconds) and memory."""
-        marker = self._marker
-        if marker is not None:
-            marker.begin(limit_s)
 
         def run(call: Callable[[], T]) -> T:
             found = call()
             synchronize(self.problem.device)  # on CUDA the call has only been enqueued
             return found
 
-        try:
-            with guard.capped(self.problem.device):
-                return guard.run_at_once([partial(run, call) for call in calls], limit_s)
-        finally:
-            if marker is not None:
-                marker.begin(math.inf)  # what follows, such as a comparison, is not the backend's call
+        with guard.capped(self.problem.device):
+            return guard.run_at_once([partial(run, call) for call in calls], limit_s)
 
     def incorrect(self, candidate: Candidate, failures: Sequence[str]) -> Rejected:
         """Quarantine a candidate whose results are wrong."""

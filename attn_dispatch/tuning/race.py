@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
-from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
+from attn_dispatch.settings import cache_folder, expected_calls
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.store.decision import TIMED, Decision, Row
@@ -357,7 +356,6 @@ class _MarkedStopwatch:
     candidates: Mapping[Callable[[], object], Candidate]
     markers: dict[Callable[[], object], CrashMarker] = field(default_factory=dict[Callable[[], object], CrashMarker])
     entered: ExitStack = field(default_factory=ExitStack)
-    samples: Counter[Callable[[], object]] = field(default_factory=Counter[Callable[[], object]])
 
     @property
     def load(self) -> Load:
@@ -397,12 +395,8 @@ class _MarkedStopwatch:
         marker = self.markers.get(call)
         if marker is None:
             names = self.request.silicon, candidate.name, candidate.version, candidate.problem_title(problem)
-            made = crash_marker(cache_folder(), *names, patience_s=timeout_s())
-            marker = self.markers[call] = self.entered.enter_context(made)
-            marker.pause()
-            marker.calls = self.samples[call]
+            marker = self.markers[call] = self.entered.enter_context(crash_marker(cache_folder(), *names))
         marker.resume()
-        self.samples[call] += 1
         try:
             with ending_on_lost_device(candidate, problem, self.request.address):
                 yield

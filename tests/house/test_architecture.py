@@ -66,7 +66,7 @@ LINES = {
     "profiles": 10,
     "ring": 4650,
     "spec": 2325,
-    "store": 2600,
+    "store": 1890,
     "testing": 1000,
     "tuning": 4560,
 }

@@ -21,8 +21,6 @@ HELD = {
     "ring.link._connections",
     "machine.child._idle",
     "ring.link._links",
-    "store.crash_markers._finalized",
-    "store.crash_markers._notes",
     "store.crash_markers._own_markers",
     "tuning.guard._idle",
     "tuning.hard_cases._cases",

@@ -66,16 +66,9 @@ def test_every_file_can_be_shipped(path: Path) -> None:
 def measured(median_ms: float = 1e3, where: str = CPU, **changes: Any) -> Decision:
     problem = standard_problems(torch.device("cpu"))[0].to_dict()
     row = Row(backend="sdpa", order="natural", status="chosen", version="1", median_ms=median_ms)
-    other = Row(
-        backend="flash", order="natural", status="failed", reason="no /home/someone/lib.so", extra={"host": "x"}
-    )
+    other = Row(backend="flash", order="natural", status="failed", reason="no /home/someone/lib.so")
     plugged = Row(backend="mine", order="natural", status="slower", median_ms=2 * median_ms)
-    values = {
-        **Address.of(problem, where)._asdict(),
-        "problem": problem,
-        "title": "dense",
-        "extra": {"user": "someone"},
-    }
+    values = {**Address.of(problem, where)._asdict(), "problem": problem, "title": "dense"}
     provenance = {"torch": "2", "name": "CPU", "platform": "Linux-6-someone", "host": "there"}
     rows = {"candidates": (row, other, plugged), "provenance": provenance}
     return decision(**{**rows, **values, **changes})

@@ -6,19 +6,17 @@ import errno
 import fcntl
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.store import files, problem_files
 from attn_dispatch.store import folder as store
-from attn_dispatch.store.decision import HEAD, Row, encode
+from attn_dispatch.store.decision import Row, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from tests.support.entries import GROUP, KEY, OTHER, decision, files_in
@@ -65,13 +63,6 @@ def test_a_new_decision_is_not_removed(tmp_path: Path, monkeypatch: pytest.Monke
     assert files_in(tmp_path) == [written]
 
 
-def test_within_the_limit_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_many(tmp_path, 9)
-    bound(monkeypatch, 10)
-    Store(tmp_path).put(decision(key=OTHER))
-    assert len(files_in(tmp_path)) == 10
-
-
 def test_the_size_is_checked_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     monkeypatch.setattr(files, "tidy", lambda *given, **named: checked.append(len(written)))
@@ -83,29 +74,23 @@ def test_the_size_is_checked_at_intervals(tmp_path: Path, monkeypatch: pytest.Mo
     assert checked == [1, store.PUTS_PER_CLEANUP + 1, 2 * store.PUTS_PER_CLEANUP + 1]
 
 
-def test_concurrent_clean_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_used_during_a_clean_up_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process removes one, and writes to another."""
     paths = plant_many(tmp_path, 6)
-    real = os.stat
+    real = files._remove
 
-    def gone(path: Any, *given: Any, **named: Any) -> os.stat_result:
-        if path == str(paths[0]):
-            paths[0].unlink(missing_ok=True)
-        return real(path, *given, **named)
-
-    def used(path: Any, *given: Any, **named: Any) -> os.stat_result:
-        if path == str(paths[1]):
-            os.utime(path)
-        return gone(path, *given, **named)
+    def meanwhile(path: Path, seen: os.stat_result) -> None:
+        paths[0].unlink(missing_ok=True)
+        os.utime(paths[1])
+        real(path, seen)
 
     bound(monkeypatch, 5)
-    monkeypatch.setattr("os.stat", used)
+    monkeypatch.setattr(files, "_remove", meanwhile)
     Store(tmp_path).put(decision(key=OTHER))
-    monkeypatch.undo()
-    assert not paths[0].exists()
-    assert paths[1].exists()
+    assert [path.exists() for path in paths] == [False, True, False, True, True, True]
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "much", "1 MB"])
+@pytest.mark.parametrize("value", ["0", "nan", "1 MB"])
 def test_an_invalid_limit_is_refused(tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_MB", value)
     with pytest.raises(InvalidInput, match=r"ATTN_DISPATCH_CACHE_MB.*" + value):
@@ -124,28 +109,15 @@ def test_a_read_updates_the_file_time_once_per_process(tmp_path: Path, monkeypat
     assert times[1] == 10**18
 
 
-def test_a_file_time_that_cannot_be_updated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
-) -> None:
-    (path,) = plant_many(tmp_path, 1)
-
-    def refuse(name: str, *, follow_symlinks: bool) -> None:
-        raise PermissionError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr("os.utime", refuse)
-    assert Store(tmp_path).get(SILICON, path.parent.name, path.stem) is not None
-    assert warnings() == []
-
-
 # --- temporary files of killed writers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("age_s", "stays"), [(2 * 3600, False), (60, True), (-10 * DAY, True)])
 def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     """A file time in the future gives no age."""
-    left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(f".{KEY}-abcd_123.tmp")
+    left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(f".{KEY}-abcd0123.tmp")
     left.parent.mkdir(parents=True)
-    left.write_bytes(HEAD + b"half a")
+    left.write_bytes(b"half a")
     os.utime(left, (0, time.time() - age_s))
     Store(tmp_path).put(decision(key=OTHER))
     assert left.exists() == stays
@@ -169,26 +141,6 @@ def test_a_time_in_the_future_does_not_win_a_merge(tmp_path: Path) -> None:
 # --- locks ------------------------------------------------------------------------------------------------------------
 
 
-def row(backend: str, status: str) -> Row:
-    return Row(backend=backend, order="natural", status=status, median_ms=1.0, measured="2025-01-01T00:00:00")
-
-
-def test_concurrent_writers_of_one_key_lose_no_rows(tmp_path: Path) -> None:
-    def write(name: str) -> None:
-        for number in range(10):
-            mine = decision(choice=f"{name}{number}", candidates=(row(f"{name}{number}", "chosen"),))
-            assert Store(tmp_path).put(mine) is not None
-
-    writers = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    found = Store(tmp_path).get(SILICON, GROUP, KEY)
-    assert found is not None
-    assert {each.backend for each in found.candidates} == {f"{name}{number}" for name in "abcd" for number in range(10)}
-
-
 def test_a_held_lock_is_waited_for_briefly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
@@ -202,25 +154,19 @@ def test_a_held_lock_is_waited_for_briefly(
     assert warnings() == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO], ids=errno.errorcode.get)
-def test_a_file_system_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int, how: int) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    before = len(os.listdir("/proc/self/fd"))
     assert Store(tmp_path).put(decision()) is not None
-    assert (len(os.listdir("/proc/self/fd")) if before else 0) == before
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_folder_in_place_of_the_lock(tmp_path: Path) -> None:
     folder = Store(tmp_path).path(SILICON, GROUP, KEY).parent
     (folder / files.LOCK).mkdir(parents=True)
-    assert Store(tmp_path).put(decision()) is not None
-
-
-def test_a_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "fcntl", None)
     assert Store(tmp_path).put(decision()) is not None
 
 
@@ -246,14 +192,12 @@ def test_a_missed_problem_is_recorded_once_per_process(tmp_path: Path) -> None:
     assert (tmp_path / problem_files.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
 
 
-def test_a_huge_file_of_misses_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / problem_files.MISSED
-    path.touch()
-    os.truncate(path, 1 << 33)  # sparse
-    with path.open("ab") as file:
-        file.write(b"\n")
-    note_missed(tmp_path, {"batch": 7})
-    assert path.read_text() == '{"batch":7}\n'
+def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.write_text("not a folder")
+    for _ in range(2):
+        note_missed(folder, {"batch": 1})
+    (text,) = warnings()
+    assert text.startswith("misses are not recorded: ")
 
 
 def test_the_older_half_of_the_misses_is_removed(tmp_path: Path) -> None:

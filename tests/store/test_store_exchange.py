@@ -37,7 +37,7 @@ from tools.lib import planted
 
 GIVEN = (
     decision(),
-    decision(key=OTHER, group="f" * 12, extra={"colour": "red"}),
+    decision(key=OTHER, group="f" * 12),
     decision(silicon="cpu-other", created="2025-02-01T00:00:00.000000+00:00"),
 )
 
@@ -166,7 +166,7 @@ def test_imports_in_any_order(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
         choice="plugin",
     )
     urls = []
-    for name, given in (("early", decision(extra={"a": 1})), ("late", replace(late, extra={"b": 2}))):
+    for name, given in (("early", decision()), ("late", late)):
         urls.append(tmp_path / f"{name}.json")
         urls[-1].write_bytes(write_bundle([given]))
     results = []
@@ -176,7 +176,7 @@ def test_imports_in_any_order(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
         results.append(stored_files())
     assert results[0] == results[1]
     (plain,) = map(json.loads, results[0].values())
-    assert (plain["choice"], plain["a"], plain["b"]) == ("plugin", 1, 2)
+    assert plain["choice"] == "plugin"
     assert {row["backend"] for row in plain["candidates"]} == {"sdpa", "other", "plugin"}
 
 
@@ -218,8 +218,7 @@ PARTLY: dict[str, tuple[bytes, str]] = {
     ),
     "later": (encoded(schema=3), "schema 3"),
     "version-1": (encoded(schema=1), "schema 1"),
-    "text": (b'"decision"', "Expected `object`"),
-    "null": (b"null", "Expected `object`"),
+    "text": (b'"decision"', "not a decision"),
     "large": (encoded(title="x" * (1 << 24)), "over"),
 }
 
@@ -361,18 +360,6 @@ def test_a_link_that_the_user_names_is_followed(run: Run, tmp_path: Path) -> Non
     (tmp_path / "bundle.json").write_bytes(BUNDLE)
     (tmp_path / "link.json").symlink_to(tmp_path / "bundle.json")
     assert run("import", tmp_path / "link.json")[0] == 0
-    assert len(stored_files()) == 3
-
-
-def test_a_later_version_s_file_is_not_merged(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "bundle.json").write_bytes(BUNDLE)
-    there = Store(cache_folder()).path(*GIVEN[0].address)
-    there.parent.mkdir(parents=True)
-    there.write_bytes(encoded(schema=3))
-    code, out = run("import", tmp_path / "bundle.json")
-    assert code == 1
-    assert "schema 3, this version reads 2, and leaves the file as it is" in out
-    assert there.read_bytes() == encoded(schema=3)
     assert len(stored_files()) == 3
 
 

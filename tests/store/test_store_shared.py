@@ -17,8 +17,6 @@ from attn_dispatch.store.folder import Store
 from tests.support.entries import GROUP, KEY, OTHER, decision
 from tests.support.fakes import SILICON
 
-FOLDERS = ["", "v2", f"v2/{SILICON}", f"v2/{SILICON}/{GROUP}"]
-
 
 def looks_like(about: tuple[int, ...], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a path had this mode and owner."""
@@ -32,7 +30,7 @@ def owned(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
 
 
-@pytest.mark.parametrize("open_folder", FOLDERS)
+@pytest.mark.parametrize("open_folder", ["", "v2"])
 def test_one_warning_and_a_line_of_doctor(
     open_folder: str, folder: Path, warnings: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,23 +43,8 @@ def test_one_warning_and_a_line_of_doctor(
     assert warnings() == [f"other users can choose this user's backends: {reason}"]
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["shared"] == reason
-
-
-def test_two_open_folders_are_one_warning(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    for group in ("a" * 12, "b" * 12):
-        path = Store(folder).path(SILICON, group, KEY)
-        path.parent.mkdir(parents=True)
-        path.parent.chmod(0o777)
-        Store(folder).get(SILICON, group, KEY)
-    assert len(warnings()) == 1
-
-
-def test_doctor_prints_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder.mkdir()
-    for mode, shown in ((0o755, False), (0o757, True)):
-        folder.chmod(mode)
-        assert main(["doctor"]) == 0
-        assert (f"shared    {folder} can be written by everyone" in capsys.readouterr().out) == shown
+    assert main(["doctor"]) == 0
+    assert f"shared    {reason}" in capsys.readouterr().out
 
 
 def test_a_private_folder_is_not_reported(folder: Path, warnings: Callable[[], list[str]]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from attn_dispatch.store.decision import Damaged, Decision, from_plain
+from attn_dispatch.store.decision import Damaged, Decision
 from attn_dispatch.store.folder import Store
 from tools.checks import trust_store
 
@@ -50,7 +50,7 @@ def test_each_mutation_is_detected(mutation: trust_store.Mutation, monkeypatch: 
         if not isinstance(plain, dict):
             raise Damaged
         plain.pop("checksum", None)
-        return from_plain(plain)
+        return msgspec.convert(plain, Decision)
 
     monkeypatch.setattr(trust_store, "MUTATIONS", (mutation,))
     assert trust_store.mutate_files(300) == {"mutations": 300, "crashes": 0, "wrong_accepted": 0}

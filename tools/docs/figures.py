@@ -199,42 +199,6 @@ def prebuilt(found: Any) -> str:
     return f"{about}\n\n{table(rows)}"
 
 
-ENDS = {
-    "kills": "SIGKILL at a random moment",
-    "aimed": "SIGKILL in a call of a backend, another one each time",
-    "same_call": "SIGKILL in the first call of one backend in each series",
-    "stops": "SIGTERM in a call of the race",
-    "suspensions": "SIGSTOP in a call, longer than its time limit, then SIGTERM or SIGCONT",
-}
-
-
-def strikes(found: Any) -> str:
-    """After how many ends a backend of the package was excluded, and what became of backends with a fault."""
-    head = ("ended by", "processes", "died", "left a strike", "excluding: at once", "10 minutes later", "a day later")
-    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
-    for name, what in ENDS.items():
-        one = found[name]
-        counts = (one["ends"], one["deaths"], one["with_strikes"], *one["excluding"].values())
-        rows.append((what, *map(str, counts)))
-    steps = list(found["faults"]["segfault"])
-    head = ("a backend's fault, in every call", *(step.replace("_", " ") for step in steps))
-    faults: list[tuple[str, ...]] = [head, ("---",) * len(head)]
-    for fault, seen in found["faults"].items():
-        cells = ("died" if seen[step]["died"] else "excluded" if seen[step]["excluded"] else "ran" for step in steps)
-        faults.append((fault, *cells))
-    shortages = "; ".join(
-        f"{kind}: `{one['at_once']}`, a day later `{one['after_a_day']}`" for kind, one in found["shortages"].items()
-    )
-    series = f"Processes share a cache folder in series of {found['series']}; another one reads it after each."
-    planted = (
-        "What a process does that runs at these times: the next at once, the second after the first exclusion, the "
-        "others by the hours after that. A hang is cut off, and then excludes."
-    )
-    return "\n\n".join(
-        (series, table(rows), planted, table(faults), f"One error in a call, and the backend's row: {shortages}.")
-    )
-
-
 def figures() -> str:
     """The page, with a heading for each subject."""
     longnet, found, dispatch = load("longnet"), load("kernels"), load("dispatch")
@@ -268,9 +232,6 @@ def figures() -> str:
         "## Robustness of choices and of the store",
         simulated,
         trust(load("trust")),
-        "## After kills, crashes and shortages",
-        "By `python -m tools.bench.strikes`: how often backends without a fault were excluded.",
-        strikes(load("strikes")),
         "## Long sequences, and the overhead of a call",
         others(longnet, dispatch, load("routes")),
         "## The compiled libraries of a wheel",

@@ -12,7 +12,7 @@ from tools.lib.tables import table
 PAGES = {
     "figures": (
         "LongNet, kernels, decoding, documents, robustness, cost of a call, compiled libraries",
-        ("longnet", "native", "kernels", "decode", "documents", "trust", "strikes", "routes", "dispatch", "prebuilt"),
+        ("longnet", "native", "kernels", "decode", "documents", "trust", "routes", "dispatch", "prebuilt"),
     ),
     "choices": (
         "choices against every backend and beside running calls, first calls",
