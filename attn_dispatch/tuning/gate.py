@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -37,7 +37,7 @@ from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, fi
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
-from attn_dispatch.tuning.oracle import PAIRS, FurtherCheck, NoReference, Oracle, further_checks, reference, referenced
+from attn_dispatch.tuning.oracle import PAIRS, FurtherCheck, NoReference, Oracle, further_checks, reference
 from attn_dispatch.tuning.rounds import Steps
 
 T = TypeVar("T")
@@ -78,7 +78,8 @@ class Gate:
     stepped: bool = False
 
     @cached_property
-    def _oracle(self) -> Oracle:
+    def oracle(self) -> Oracle:
+        """The expected results of the example. Raises NoReference."""
         assert self.example is not None
         return Oracle.of(self.example, pairs=self.pairs)
 
@@ -90,26 +91,7 @@ class Gate:
     @property
     def differences(self) -> list[float]:
         """By how much results of a timed call may differ; empty with dropout, which is random."""
-        return [] if self.problem.dropout_p else self._oracle.differences
-
-    def evaluate(self) -> Steps[None]:
-        """Evaluate the expected results of the example in steps; else the first `admit` does. Raises NoReference."""
-        assert self.example is not None
-        self.__dict__["_oracle"] = yield from referenced(Oracle.evaluated(self.example, 0, self.pairs), self.problem)
-
-    def empty(self) -> None:
-        """Free the memory of the example until `refill`."""
-        if self.example is not None:
-            self.example.empty()
-        if "_oracle" in self.__dict__:
-            self._oracle.empty()
-
-    def refill(self) -> None:
-        """Draw the example again that `empty` freed."""
-        if self.example is not None:
-            self.example.refill()
-        if "_oracle" in self.__dict__:
-            self._oracle.refill()
+        return [] if self.problem.dropout_p else self.oracle.differences
 
     @property
     def case_problems(self) -> tuple[Problem, ...]:
@@ -140,23 +122,15 @@ class Gate:
             return Rejected("failed", text, quarantined=hung and candidate.name != registry.LAST_RESORT)
         return None
 
-    def admit(self, candidate: Candidate) -> Steps[Admitted | Rejected]:
+    def admit(self, candidate: Candidate) -> Admitted | Rejected:
         """Run the candidate on the problem itself, under guard, and check its results.
 
         Raises:
             DeviceLost: the device is lost, and no other candidate can run in this process.
             NoReference: there is too little memory to evaluate the expected results.
         """
-        oracle = self._oracle  # outside of the candidate's trial: errors of the reference are not its own
-        builds = first_call_ms(candidate, self.problem) > 0
-        limit_s = self._limit_s(candidate, self.problem) + SLOWEST_RATE * work(candidate, self.problem)
-        run = partial(self._checked_run, candidate, limit_s)
-        held = [self._tried(candidate, run)]
-        if isinstance(held[0], Rejected):
-            return held[0]
-        if self.stepped:  # a first call may make threads and tables
-            yield CASE_S
-        return self._tried(candidate, partial(self._admit, candidate, oracle, run, held, builds))
+        oracle = self.oracle  # outside of the candidate's trial: errors of the reference are not its own
+        return self._tried(candidate, partial(self._admit, candidate, oracle))
 
     def check_hard_cases(self, candidate: Candidate, *, waiting: bool = False) -> Steps[Rejected | None]:
         """Run the hard cases, unless this version has passed them on this machine; the rejection if it fails one.
@@ -171,8 +145,8 @@ class Gate:
         if found is None:
             for spec in class_key(self.problem):  # outside of the candidate's trial, as in `admit`
                 yield CASE_S
-                yield from case_of(spec)
-            found = yield from self._failures_here(candidate, self._cases, brief)
+                case_of(spec)
+            found = yield from self._failures_here(candidate, brief)
         if isinstance(found, Rejected):
             return found
         if found:
@@ -207,19 +181,18 @@ class Gate:
                 return self._tried(candidate, run, again=True)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
 
-    def _admit(
-        self, candidate: Candidate, oracle: Oracle, run: Callable[[], CheckedRun], held: list[Any], builds: bool
-    ) -> Admitted | Rejected:
-        """What the first run showed, which is taken out of `held`, or a second one, where the first is no measure."""
-        needed = candidate.needed_bytes
-        result, peak, first_ms = held.pop() if held else run()
+    def _admit(self, candidate: Candidate, oracle: Oracle) -> Admitted | Rejected:
+        """What a run of the candidate shows, or a second one, where the first is no measure."""
+        needed, builds = candidate.needed_bytes, first_call_ms(candidate, self.problem) > 0
+        limit_s = self._limit_s(candidate, self.problem) + SLOWEST_RATE * work(candidate, self.problem)
+        result, peak, first_ms = self._checked_run(candidate, limit_s)
         call_ms = first_ms
         # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured. Any
         # first call on CUDA may load kernels and make plans, a short one on a CPU fills tables.
         lazy = first_ms < LOADING_MS.get(self.problem.device.type, 0.0)
         if builds or lazy or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
-            result, peak, call_ms = run()
+            result, peak, call_ms = self._checked_run(candidate, limit_s)
         wrote = ["wrote into its inputs"] * self._restored_after(candidate)
         checked = oracle.check(result)
         error = checked.error if checked.error < float("inf") else None
@@ -234,7 +207,7 @@ class Gate:
 
     def _restored_after(self, candidate: Candidate) -> bool:
         """Whether a plug-in wrote into the example, which others share; then it has its values again."""
-        return not registry.is_built_in(candidate.name) and "_oracle" in self.__dict__ and self._oracle.restored()
+        return not registry.is_built_in(candidate.name) and "oracle" in self.__dict__ and self.oracle.restored()
 
     def has_passed(self, candidate: Candidate) -> bool:
         """Whether this version has passed the hard cases of the problem's class on this machine."""
@@ -271,27 +244,20 @@ class Gate:
         self._quarantine(candidate, kind, reason)
         return Rejected("failed", reason, quarantined=True)
 
-    def _failures_here(
-        self, candidate: Candidate, cases: tuple[HardCase, ...], brief: bool
-    ) -> Steps[Sequence[str] | Rejected]:
-        """What the hard cases showed: all at once, or in steps, each beside a crash marker of its own."""
-        if not self.stepped:
-            return self._tried(candidate, partial(self._case_failures, candidate, cases, brief=brief))
-        checks = self._tried(candidate, partial(self._case_checks, candidate, cases, brief))
-        for check in () if isinstance(checks, Rejected) else checks:
+    def _failures_here(self, candidate: Candidate, brief: bool) -> Steps[Sequence[str] | Rejected]:
+        """What the first check that fails showed; each is beside a crash marker of its own."""
+        checks = self._tried(candidate, partial(self._case_checks, candidate, self._cases, brief))
+        if isinstance(checks, Rejected):
+            return checks
+        for check in checks:
             yield CASE_S
             if found := self._tried(candidate, check):
                 return found
-        return checks if isinstance(checks, Rejected) else ()
+        return ()
 
     def _limit_s(self, candidate: Candidate, problem: Problem) -> float:
         """Seconds that a call may take, with what the backend declares of a first one."""
         return timeout_s() + FIRST_CALL_FACTOR * first_call_ms(candidate, problem) / 1e3
-
-    def _case_failures(self, candidate: Candidate, cases: tuple[HardCase, ...], *, brief: bool = False) -> list[str]:
-        """Run the checks up to the first that fails; its failures."""
-        checks = self._case_checks(candidate, cases, brief)
-        return next((list(failures) for check in checks if (failures := check())), [])
 
     def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...], brief: bool) -> list[Check]:
         """A check of each case that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
@@ -336,7 +302,7 @@ class Gate:
         def run() -> CheckedRun:
             synchronize(device)
             start = time.perf_counter()
-            result, peak = memory.peak_bytes(lambda: self._oracle.run(*candidate.backend_and_order), device)
+            result, peak = memory.peak_bytes(lambda: self.oracle.run(*candidate.backend_and_order), device)
             synchronize(device)
             return result, peak, (time.perf_counter() - start) * 1e3
 
@@ -389,7 +355,8 @@ def failures_alone(
         return None, None, ""
     begin()
     try:
-        found = gate._case_failures(candidate, cases)
+        checks = gate._case_checks(candidate, cases, brief=False)
+        found = next((list(failures) for check in checks if (failures := check())), list[str]())
         memory.release(problem.device)
         return found, None, ""
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend

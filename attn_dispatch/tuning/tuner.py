@@ -29,9 +29,9 @@ from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import candidates, guard
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
 from attn_dispatch.tuning.choice import Admitted, Rejected
-from attn_dispatch.tuning.example import Example, example_bytes, made_timed
+from attn_dispatch.tuning.example import Example, example_bytes, make, synchronize
 from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference, referenced
+from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference
 from attn_dispatch.tuning.race import ChangedResult, Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, said_if_long
 
@@ -183,24 +183,32 @@ class Trial:
         need = 2 * example_bytes(self.problem)  # the gradients of the reference too
         if need <= most_bytes:
             return need
-        self.gate.empty()
+        self.gate.oracle.empty()
         self.emptied = True
         return 0
 
     def resume(self) -> None:
         """Make again what `pause` gave back. Raises NoReference."""
         if self.emptied and self.gate is not None:
-            with reference():
-                self.gate.refill()
+            self.gate.oracle.restore()
         self.emptied = False
 
     def _measure(self) -> Steps[None]:
         """Admit, time and choose: `chosen` is None if nothing could be measured."""
-        example, self.outside_s = yield from referenced(made_timed(self.problem, self.clock), self.problem)
-        stepped = self.live_s is not None
-        pairs = STEP_PAIRS if stepped else FEW_PAIRS if self.waiting else PAIRS
-        gate = self.gate = Gate(self.problem, self.request.address, example, pairs, stepped)
-        yield from gate.evaluate()
+        start, stepped = self.clock(), self.live_s is not None
+        with reference():
+            example = make(self.problem, on_device=True)
+            synchronize(self.problem.device)
+        if self.problem.device.type == "cuda":  # its first use, which may take seconds, and the time to draw there
+            self.outside_s = self.clock() - start
+        gate = self.gate = Gate(
+            self.problem,
+            self.request.address,
+            example,
+            pairs=STEP_PAIRS if stepped else FEW_PAIRS if self.waiting else PAIRS,
+            stepped=stepped,
+        )
+        gate.oracle  # noqa: B018 - outside of the candidates' own steps
         for candidate in self.runners:
             if candidate.title in self.rows:
                 continue
@@ -211,7 +219,7 @@ class Trial:
                 self.rows[candidate.title] = candidate.measured_row("not_measured", reason, **more)
                 continue
             yield CHECK_S + self._expected_s(candidate)
-            found = self._prepare(candidate, gate) or (yield from gate.admit(candidate))
+            found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
                 self.admitted[candidate.title] = found
                 # What is kept on disk is compiled once per machine, as by `prepare`.
@@ -220,7 +228,7 @@ class Trial:
                 self._reject(candidate, found)
         yield from self._race(example, gate.differences)
         self.gate = gate.example = None
-        gate.__dict__.pop("_oracle", None)
+        gate.__dict__.pop("oracle", None)
         del example
         yield from self._choose(gate)
         self.case_problems = gate.case_problems

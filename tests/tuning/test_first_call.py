@@ -86,7 +86,7 @@ class Builder:
         return out * self.factor, lse
 
 
-@pytest.mark.parametrize(("waiting", "sleep_s", "lines"), [(True, 4.0, 1), (True, 1.0, 0), (False, 4.0, 0)])
+@pytest.mark.parametrize(("waiting", "sleep_s", "lines"), [(True, 4.0, 1), (True, 0.1, 0), (False, 4.0, 0)])
 def test_a_caller_that_waits_for_seconds_is_told_once(
     waiting: bool, sleep_s: float, lines: int, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
