@@ -201,13 +201,8 @@ class Trial:
             synchronize(self.problem.device)
         if self.problem.device.type == "cuda":  # its first use, which may take seconds, and the time to draw there
             self.outside_s = self.clock() - start
-        gate = self.gate = Gate(
-            self.problem,
-            self.request.address,
-            example,
-            pairs=STEP_PAIRS if stepped else FEW_PAIRS if self.waiting else PAIRS,
-            stepped=stepped,
-        )
+        pairs = STEP_PAIRS if stepped else FEW_PAIRS if self.waiting else PAIRS
+        gate = self.gate = Gate(self.problem, self.request.address, example, pairs)
         gate.oracle  # noqa: B018 - outside of the candidates' own steps
         for candidate in self.runners:
             if candidate.title in self.rows:
@@ -261,7 +256,7 @@ class Trial:
                 due.append(by_title[title])
             rejected: dict[str, Rejected] = {}
             for each in due:
-                found = yield from gate.check_hard_cases(each, waiting=self.waiting)
+                found = yield from gate.check_hard_cases(each, brief=self.waiting and self.live_s is None)
                 rejected |= {} if found is None else {each.title: found}
             due.clear()
             for name, found in rejected.items():

@@ -73,7 +73,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def hard_cases(monkeypatch: pytest.MonkeyPatch, found: Callable[[BlockConfig], Rejected | None]) -> None:
-    def check(gate: Gate, candidate: Any, *, waiting: bool) -> Any:
+    def check(gate: Gate, candidate: Any, *, brief: bool) -> Any:
         return found(candidate.backend.block)
         yield
 

@@ -19,7 +19,6 @@ HELD = {
     "decisions.call._observers",
     "kernels.device_cache._captured",
     "ring.link._connections",
-    "machine.child._idle",
     "ring.link._links",
     "store.crash_markers._own_markers",
     "tuning.guard._idle",

@@ -156,15 +156,15 @@ def test_bytes_of_an_example(changes: dict[str, Any]) -> None:
     assert example.example_bytes(problem) == sum(each.numel() * each.element_size() for each in tensors)
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_a_declared_first_call_is_waited_for(limits: list[float], waiting: bool) -> None:
+@pytest.mark.parametrize("brief", [False, True])
+def test_a_declared_first_call_is_waited_for(limits: list[float], brief: bool) -> None:
     """On the problem and on the hard cases, ten times as long as declared; on a CPU also where a caller waits."""
     gate, candidate = gate_and_candidate(Compiling())
     assert isinstance(gate.admit(candidate), Admitted)
     assert len(limits) == 2
     assert all(limit_s >= 30 + 10 * 4 for limit_s in limits)
     limits.clear()
-    assert exhausted(gate.check_hard_cases(candidate, waiting=waiting)) is None
+    assert exhausted(gate.check_hard_cases(candidate, brief=brief)) is None
     assert [limit_s >= 30 + 10 * 4 for limit_s in limits] == [True] * COMPILED_CASES + [False] * 2
     process_state.forget(process_state.FACTS)
     assert gate.has_passed(candidate)  # as the next process finds it

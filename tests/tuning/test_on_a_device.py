@@ -8,17 +8,11 @@ import pytest
 import torch
 
 from attn_dispatch import attend, explain
-from attn_dispatch.kernels import registry
-from attn_dispatch.machine.child import reused, run_alone
-from attn_dispatch.machine.devices import missing_code
-from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.machine.child import run_alone
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.shapes import problem_of
-from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.clocks import CYCLES_PER_MS, CudaStopwatch
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.rounds import exhausted
 
 pytestmark = [
     pytest.mark.cuda,
@@ -77,15 +71,6 @@ def test_an_example_is_drawn_on_the_device(device: torch.device) -> None:
             assert torch.equal(a, b)
             assert abs(float(a.detach().float().std()) - 1) < 0.01
         assert not torch.equal(one.q, one.k)
-
-
-def test_the_hard_cases_run_in_another_process(device: torch.device) -> None:
-    problem = problem_of(SHAPE, Dense(is_causal=True), torch.bfloat16, device, backward=True)
-    here, backend = Request.of(problem), registry.load("sdpa")
-    assert missing_code(device) == ""
-    candidate = Candidate(backend, NATURAL, registry.version_of(backend))
-    with reused():
-        assert exhausted(Gate(problem, here.address)._failures_alone(candidate)) == []
 
 
 def test_a_context_lost_in_another_process_is_not_lost_here(device: torch.device) -> None:
