@@ -21,7 +21,6 @@ from attn_dispatch.decisions import decide, look_up, trial_limits, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine import load
-from attn_dispatch.machine.child import reused
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
@@ -88,7 +87,7 @@ def profile(
     shares = _checked_weights(weights, len(problem_list))
     end = None if budget_s is None else time.monotonic() + budget_s
     found: Explanations = {}
-    with reused(), _bar(len(problem_list), progress) as advance:
+    with _bar(len(problem_list), progress) as advance:
         for index, share in _largest_first(range(len(problem_list)), shares):
             problem = problem_list[index]
             found[index] = _measure_problem(_measured_for(problem), _share_of(end, share), force)

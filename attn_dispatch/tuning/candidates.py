@@ -47,7 +47,10 @@ process_state.register(process_state.FACTS, _stalled.clear)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend in an order; `row` rules it out unless None. `needed_bytes` is workspace plus results."""
+    """A backend in an order; `row` rules it out unless None. `needed_bytes` is workspace plus results.
+
+    `variant` tells candidates of one backend and order apart, such as their block sizes.
+    """
 
     backend: Backend
     order: str
@@ -55,6 +58,7 @@ class Candidate:
     row: Row | None = None
     workspace_bytes: int = 0
     needed_bytes: int = 0
+    variant: str = ""
 
     @property
     def name(self) -> str:
@@ -67,7 +71,7 @@ class Candidate:
     @property
     def title(self) -> str:
         """Its name in messages, and its key in the tables of a trial."""
-        return titled(*self.id)
+        return " ".join(filter(None, (titled(*self.id), self.variant)))
 
     @property
     def backend_and_order(self) -> tuple[Backend, str]:

@@ -130,23 +130,6 @@ def test_a_backend_still_to_be_prepared_leaves_the_choice_open(
 
 
 @pytest.mark.full
-def test_what_was_guessed_without_neighbours_is_guessed_again(machine: Machine) -> None:
-    """Once one is measured, and only from then on; its own trial has not begun meanwhile."""
-    others = [qkv(length) for length in (40, 64)]
-    for tensors in others:
-        attend(*tensors)
-    assert {explain(*tensors).choice for tensors in others} == {"a"}
-    call_until_measured()
-    for tensors in others:
-        attend(*tensors)
-    before = machine.calls()
-    for tensors in others:
-        attend(*tensors)
-    assert called(machine, before) == {"a": 0, "b": 2, "c": 0}
-    assert {explain(*tensors).source for tensors in others} == {"learned"}
-    assert len(list(Store(cache_folder()).all())) == 1
-
-
 def test_three_percent_are_seen_as_by_profile(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No caller waits, so that the race may go on until its comparisons are resolved."""
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "2000")
@@ -171,7 +154,7 @@ def test_a_lack_of_memory_ends_a_trial_with_one_warning(
     def run_out(*given: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(race.Race, "_skip_slowest", run_out)
+    monkeypatch.setattr(race.Race, "skip_slowest", run_out)
     exact = formula(*qkv(), Dense())[0]
     for _ in range(600):
         assert close(attend(*qkv()), exact)

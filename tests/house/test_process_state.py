@@ -22,7 +22,6 @@ HELD = {
     "kernels.registry._guards",
     "kernels.triton.blocks._stored",
     "ring.link._connections",
-    "machine.child._idle",
     "ring.link._links",
     "store.crash_markers._own_markers",
     "tuning.guard._idle",

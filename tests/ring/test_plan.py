@@ -35,7 +35,6 @@ from attn_dispatch.testing.allocations import allocated_peak
 from tests.support import ring_ranks
 from tests.support.pairwise import thinned
 from tests.support.ring_ranks import Ranks
-from tools.docs.commands import EXAMPLES
 
 CPU = torch.device("cpu")
 RANKS = 4
@@ -290,7 +289,28 @@ def store_decision(folder: Path, problem: Problem, median_ms: float) -> None:
 
 
 def test_the_example_of_the_readme_predicts_a_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*EXAMPLES["plan"].split(), "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                *[
+                    "--tokens",
+                    "1M",
+                    "--ranks",
+                    "1,2,4,8",
+                    "--causal",
+                    "--dtype",
+                    "bf16",
+                    "--link",
+                    "50",
+                    "--rate",
+                    "200",
+                    "--json",
+                ],
+            ]
+        )
+        == 0
+    )
     assert all(plan["fastest"] for plan in json.loads(capsys.readouterr().out)["plans"])
 
 
