@@ -72,7 +72,7 @@ LINES = {
     "testing": 1000,
     "tuning": 4570,
 }
-BESIDE = {"tests": 44300, "tools": 6500}  #: the same for the folders beside the package
+BESIDE = {"tests": 44300, "tools": 6550}  #: the same for the folders beside the package
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -288,29 +288,9 @@ def store_decision(folder: Path, problem: Problem, median_ms: float) -> None:
     assert Store(folder).put(decision)
 
 
-def test_the_example_of_the_readme_predicts_a_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(
-            [
-                "plan",
-                *[
-                    "--tokens",
-                    "1M",
-                    "--ranks",
-                    "1,2,4,8",
-                    "--causal",
-                    "--dtype",
-                    "bf16",
-                    "--link",
-                    "50",
-                    "--rate",
-                    "200",
-                    "--json",
-                ],
-            ]
-        )
-        == 0
-    )
+def test_an_example_predicts_a_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan --tokens 1M --ranks 1,2,4,8 --causal --dtype bf16 --link 50 --rate 200 --json"
+    assert main(command.split()) == 0
     assert all(plan["fastest"] for plan in json.loads(capsys.readouterr().out)["plans"])
 
 
