@@ -242,11 +242,9 @@ class Branched:
     ) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """One call of a kernel that can be specialized; None for other problems (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)
-        make = getattr(kernel, "specialized", None)
-        if make is None or plan.single is None or problem.scale <= 0 or any(x.stride(-1) != 1 for x in (q, k, v)):
+        if plan.single is None or problem.scale <= 0 or any(x.stride(-1) != 1 for x in (q, k, v)):
             return None
-        made: Callable[..., tuple[Tensor, Tensor]] = make(plan.single.is_causal, problem.scale, heads_first)
-        return made
+        return kernel.specialized(plan.single.is_causal, problem.scale, heads_first)
 
 
 @lru_cache(maxsize=4096)
