@@ -353,7 +353,7 @@ def _in_transforms(q: Tensor, k: Tensor, v: Tensor, backend: str | None, argumen
         raise NoBackend(f"dropout_p cannot be given {what}: let the examples be rows of one batch")
     if not tracing.has_tangents(q, k, v, arguments["bias"], arguments["alibi_slopes"]):
         return registry.LAST_RESORT if dropped and backend is None else backend
-    if backend in registry.names() and not hasattr(registry.load(backend), "traceable"):
+    if backend in registry.names() and registry.load(backend).traceable is None:
         raise BackendFailed(NO_TANGENTS.format(backend))
     return registry.LAST_RESORT if backend is None else backend
 

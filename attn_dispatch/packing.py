@@ -184,7 +184,7 @@ def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -
         if (decision.silicon, measured_for(usual)) in on_trial:
             return None
         name, order = decision.chosen
-    run = None if name is None else getattr(registry.load(name), "run_documents", None)
+    run = None if name is None else registry.load(name).run_documents
     if name is None or run is None or order not in (None, NATURAL):
         return None
     if not unmeasured.can_run(problem, (name, NATURAL)):

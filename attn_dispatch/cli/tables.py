@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.explanation import table as full
+from attn_dispatch.store.decision import Row
 from attn_dispatch.text import align, folded, milliseconds, printable, titled
 
 HEAD = ("key", "problem", "backend", "source", "median", "vs next", "next best")
@@ -104,7 +105,7 @@ def _source(explanation: Explanation) -> str:
     return source + ", unchecked" * explanation.unchecked + ", drifted" * (explanation.drift is not None)
 
 
-def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, str]:
+def _rival(median_ms: float, others: Sequence[Row]) -> tuple[str, str]:
     timed = [(c.median_ms, c) for c in others if c.median_ms is not None and c.status not in NOT_COMPARED]
     if not timed:
         return "-", _absences(others)
@@ -114,7 +115,7 @@ def _rival(median_ms: float, others: Sequence[CandidateReport]) -> tuple[str, st
     return ratio, f"{titled(rival.backend, rival.order)} {milliseconds(rival_ms)}{noise}"
 
 
-def _absences(others: Sequence[CandidateReport]) -> str:
+def _absences(others: Sequence[Row]) -> str:
     """Why no other candidate has a time: `sdpa unsupported; sdpa_mask, manual not measured`."""
     by_status: dict[str, list[str]] = {}
     for candidate in others:

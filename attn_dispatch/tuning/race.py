@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.contract import traces
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
@@ -24,7 +25,7 @@ from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, shares_builds, static_choice
+from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, static_choice
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.clocks import (
     LONGEST_DISTURBED_MS,
@@ -226,7 +227,7 @@ class Race:
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         candidate, timing = self.runners[name][0], self.rounds.timings[name]
         # Preemption makes any first call longer.
-        builds = not self.rounds.load.disturbed or hasattr(candidate.backend, "first_call_ms")
+        builds = not self.rounds.load.disturbed or candidate.backend.first_call_ms is not None
         return choice.Entrant(
             name,
             timing,
@@ -294,7 +295,7 @@ class Race:
     def _first_ms(self, name: str) -> float:
         """Milliseconds of a first call, without what a process does once, such as loading a library."""
         candidate, admitted = self.runners[name]
-        if hasattr(candidate.backend, "first_call_ms") and not shares_builds(candidate):
+        if traces(candidate.backend):
             return admitted.first_ms  # it was built for this problem
         return min(admitted.first_ms, self.plan_ms.get(name, math.inf))
 
@@ -450,9 +451,8 @@ def _why_slower(request: Request, gate: Gate, example: Example, decided: Candida
         if (error := race.rounds.failures.get(decided.title)) is not None:
             return one_line(error)
         times |= {title: min(timing.samples_ms) for title, timing in race.rounds.timings.items()}
-    forget = getattr(static.backend, "forget", None)
-    if forget is not None:
-        forget(request.problem)
+    if static.backend.forget is not None:
+        static.backend.forget(request.problem)
     ratio = times[decided.title] / times[static.title]
     return f"{ratio:.3g} times the time of {static.title} here" if ratio > CHECK_RATIO else ""
 

@@ -23,9 +23,10 @@ import attn_dispatch
 from attn_dispatch.cli import COMMANDS
 from attn_dispatch.cli.commands import export
 from attn_dispatch.cli.tables import print_json, table
-from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.machine.hardware import Cpu, Gpu, silicon_of
 from attn_dispatch.store import files
+from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
 from tests.support.commands import COMMAND, SMALL, TWO, command, plain, problems, surroundings
 from tools.lib import planted
@@ -390,11 +391,12 @@ def test_an_output_that_cannot_be_written(to: str, code: int, said: str, measure
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def row(backend: str, status: str, median_ms: float | None = None, reason: str = "") -> CandidateReport:
-    return CandidateReport(backend, "natural", status, reason, median_ms, median_ms, median_ms)
+def row(backend: str, status: str, median_ms: float | None = None, reason: str = "") -> Row:
+    times = dict.fromkeys(("median_ms", "low_ms", "high_ms"), median_ms)
+    return Row(backend=backend, order="natural", status=status, reason=reason, **times)
 
 
-def line(*rows: CandidateReport, choice: str | None = "a", source: str = "measured") -> str:
+def line(*rows: Row, choice: str | None = "a", source: str = "measured") -> str:
     key, order = "0123456789abcdef0123", None if choice is None else "natural"
     return table([Explanation(choice, order, source, key, rows, "[1]   float32", "cpu")])[1]
 

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from attn_dispatch.backends import sdpa
 from attn_dispatch.cli import main
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
@@ -243,7 +242,7 @@ def test_an_invalid_end_is_damage(
 
 def test_the_end_of_a_quarantine_is_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     where = silicon("cpu")
-    crash(cache_folder(), START, where=where, backend="sdpa", version=registry.version_of(sdpa))
+    crash(cache_folder(), START, where=where, backend="sdpa", version=registry.version_of(registry.load("sdpa")))
     problem = Problem.of(*qkv(32), Dense())
     (row,) = (each.row for each in Request.of(problem).candidates if each.name == "sdpa")
     assert row is not None

@@ -154,8 +154,8 @@ def main() -> None:
         print(json.dumps(run(given.loop, given.quick)))
         return
     native = registry.load("native")
-    if not native.refusals(TRAINED[0].problem()):
-        native.prepare()  # type: ignore[attr-defined]
+    if not native.refusals(TRAINED[0].problem()) and native.prepare is not None:
+        native.prepare()
     figures = {loop: compared(loop, given.quick) for loop in ("training", "serving")}
     for loop, each in figures.items():
         print(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attn_dispatch.backends import native
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.variants import VARIANTS, build
 from attn_dispatch.machine.compiler import compiler
@@ -54,7 +54,7 @@ def use(loaded: ctypes.CDLL) -> None:
 
 def call_by(loaded: ctypes.CDLL, example: Example) -> Callable[[], object]:
     use(loaded)
-    call = example.call(native)
+    call = example.call(registry.load("native"))
 
     def by_library() -> object:
         use(loaded)
@@ -73,7 +73,7 @@ def compared(pattern: Pattern, dtype: torch.dtype, backward: bool, loaded: dict[
     expected = Oracle.of(example)
     for name, each in loaded.items():
         use(each)
-        failures = expected.check(expected.run(native)).failures
+        failures = expected.check(expected.run(registry.load("native"))).failures
         if failures:
             raise RuntimeError(f"{name}, {pattern}: {'; '.join(failures)}")
     calls = {name: call_by(each, example) for name, each in loaded.items()}

@@ -85,7 +85,7 @@ def applies(q: Any, k: Any, v: Any, arguments: Mapping[str, Any]) -> bool:
     if not tracing.as_operator(q, k, v) or dropout(arguments["dropout_p"]) or arguments.get("mesh") is not None:
         return False
     backend = arguments["backend"]
-    through = backend in registry.names() and hasattr(registry.load(backend), "traceable")
+    through = backend in registry.names() and registry.load(backend).traceable is not None
     if through and (backend == registry.LAST_RESORT or not tracing.is_transformed()):
         return False
     count_flops()

@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import BranchPlan, plan_of
-from attn_dispatch.kernels.contract import Refusal, refuse_pattern, refuse_sinks
+from attn_dispatch.kernels.contract import Backend, Refusal, refuse_pattern, refuse_sinks
 from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.limits import Limits
 from attn_dispatch.machine.environment import installed
@@ -192,8 +192,8 @@ class Variant(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Branched:
-    """The backend contract (see `contract.Backend`) for one or more dense kernels, in order of preference.
+class Branched(Backend):
+    """A backend of one or more dense kernels, in order of preference.
 
     Args:
         also: refusals that limits cannot express.
@@ -201,8 +201,11 @@ class Branched:
 
     name: str
     variants: tuple[Variant, ...]
-    version: Callable[[], str] = torch_version
+    library_version: Callable[[], str] = torch_version
     also: Callable[[Problem], list[Refusal]] = lambda problem: []
+
+    def version(self) -> str:
+        return self.library_version()
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         found = []
