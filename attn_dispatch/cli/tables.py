@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.explanation import table as full
+from attn_dispatch.store.decision import Row
 from attn_dispatch.text import align, folded, milliseconds, printable, titled
 
 HEAD = ("problem", "winner", "time", "vs SDPA", "")
@@ -93,11 +94,11 @@ def gain_of(explanation: Explanation) -> Gain | None:
     return Gain(factor, plain.ratio_low, plain.ratio_high, 1 in (plain.rounds, chosen.rounds))
 
 
-def _chosen(explanation: Explanation) -> CandidateReport | None:
+def _chosen(explanation: Explanation) -> Row | None:
     return next((each for each in explanation.candidates if each.status == "chosen"), None)
 
 
-def _median(candidate: CandidateReport) -> float:
+def _median(candidate: Row) -> float:
     return candidate.median_ms or 0.0
 
 

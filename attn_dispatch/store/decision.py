@@ -32,10 +32,12 @@ class Damaged(ValueError):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Status and measurements of one candidate. Times in milliseconds, `error` the largest absolute error of out.
+    """Status and measurements of one candidate, a backend in one order. Times in milliseconds.
 
-    `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of the
-    median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
+    `status` is one of `chosen, slower, tie, not_installed, unsupported, over_memory, failed, incorrect, quarantined,
+    not_measured`; `reason` says why. `error` is the largest absolute error of out against float64 for unit-normal
+    inputs. `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of
+    the median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
     interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
     `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `device_ms` a call's time on
     a CUDA device, `host_ms` the host's to enqueue it, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of

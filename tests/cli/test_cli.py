@@ -24,9 +24,10 @@ import attn_dispatch
 from attn_dispatch.cli import COMMANDS
 from attn_dispatch.cli.commands import export
 from attn_dispatch.cli.tables import cells, print_json
-from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.machine.hardware import Cpu, Gpu, silicon_of
 from attn_dispatch.store import files
+from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
 from tests.support import made_up as planted
 from tests.support.commands import COMMAND, SMALL, TWO, command, plain, problems, surroundings
@@ -391,11 +392,12 @@ def test_an_output_that_cannot_be_written(to: str, code: int, said: str, measure
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def row(backend: str, status: str, median_ms: float | None = None, rounds: int = 99, **more: Any) -> CandidateReport:
-    return CandidateReport(backend, "natural", status, "", median_ms, median_ms, median_ms, rounds=rounds, **more)
+def row(backend: str, status: str, median_ms: float | None = None, rounds: int = 99, **more: Any) -> Row:
+    times = dict.fromkeys(("median_ms", "low_ms", "high_ms"), median_ms)
+    return Row(backend=backend, order="natural", status=status, reason="", rounds=rounds, **times, **more)
 
 
-def found(*rows: CandidateReport, choice: str | None = "a", **more: Any) -> list[str]:
+def found(*rows: Row, choice: str | None = "a", **more: Any) -> list[str]:
     order = None if choice is None else "natural"
     made = Explanation(choice, order, "measured", "0123456789", rows, "[1]   float32", "cpu")
     problem, *rest = cells(replace(made, **more))

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from attn_dispatch.cli.tables import full_table, left_for_full, print_json, refused_by_all
-from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.store.decision import Row
 from tests.support.commands import TWO, command
 
 CUDA = "runs on cuda, not cpu"
@@ -20,8 +21,10 @@ CUDA = "runs on cuda, not cpu"
 
 def explained(*refusals: tuple[str, str, str]) -> Explanation:
     """A problem that sdpa runs, beside (backend, status, reason)."""
-    chosen = CandidateReport("sdpa", "natural", "chosen", "", 1.0, 0.9, 1.1)
-    others = (CandidateReport(backend, "natural", status, reason) for backend, status, reason in refusals)
+    chosen = Row(backend="sdpa", order="natural", status="chosen", median_ms=1.0, low_ms=0.9, high_ms=1.1)
+    others = (
+        Row(backend=backend, order="natural", status=status, reason=reason) for backend, status, reason in refusals
+    )
     return Explanation("sdpa", "natural", "measured", "0123456789", (chosen, *others), "[1] float32", "cpu")
 
 

@@ -81,7 +81,7 @@ def test_a_backend_prepares_once_and_keeps_the_winners_tables(installed: Install
     """The tables for the chosen problem stay, although other orders of the backend were measured."""
     q, k, v = qkv()
     attend(q, k, v)
-    assert installed.tiled.prepared == 1
+    assert installed.tiled.preparations == 1
     assert installed.tiled.forgotten
     assert Problem.of(q, k, v) not in installed.tiled.forgotten
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from attn_dispatch.backends import sdpa
 from attn_dispatch.cli import main
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
@@ -172,7 +171,7 @@ def test_the_end_of_a_quarantine_is_shown(clock: Clock, capsys: pytest.CaptureFi
     where = silicon("cpu")
     problem = Problem.of(*qkv(32), Dense())
     for _ in range(2):
-        abandon(cache_folder(), clock.now, where, backend="sdpa", version=registry.version_of(sdpa))
+        abandon(cache_folder(), clock.now, where, backend="sdpa", version=registry.version_of(registry.load("sdpa")))
         clock.now += MINUTE
         Quarantine(cache_folder(), where).reread()
     (row,) = (each.row for each in Request.of(problem).candidates if each.name == "sdpa")

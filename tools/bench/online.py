@@ -163,8 +163,8 @@ def main() -> None:
     if given.loop:
         print(json.dumps(run(given.loop, given.quick)))
         return
-    native: Any = registry.load("native")
-    if not native.refusals(TRAINED[0].problem()):
+    native = registry.load("native")
+    if not native.refusals(TRAINED[0].problem()) and native.prepare is not None:
         native.prepare()
     write(given.output, {"quick": given.quick, **{loop: compared(loop, given.quick) for loop in LOOPS}}, tables)
 

@@ -63,7 +63,7 @@ def applies(call: Call) -> bool:
         return True
     if not tracing.as_operator(*call.qkv) or dropout(call.dropout_p) or call.mesh is not None:
         return False
-    through = call.backend in registry.names() and hasattr(registry.load(call.backend), "traceable")
+    through = call.backend in registry.names() and registry.load(call.backend).traceable is not None
     if through and (call.backend == registry.LAST_RESORT or not tracing.is_transformed()):
         return False
     count_flops()
