@@ -66,11 +66,11 @@ LINES = {
     "profiles": 10,
     "ring": 4650,
     "spec": 2325,
-    "store": 1890,
+    "store": 1750,
     "testing": 1000,
-    "tuning": 4560,
+    "tuning": 4550,
 }
-BESIDE = {"tests": 44700, "tools": 13350}  #: the same for the folders beside the package
+BESIDE = {"tests": 43500, "tools": 12900}  #: the same for the folders beside the package
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
