@@ -176,7 +176,9 @@ def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -
     if name is None or not _takes_all(problem, name, order):
         return None
     with lock:
-        run = observed(registry.load(name).run_documents, measured_for(usual))
+        run = registry.load(name).run_documents
+        assert run is not None  # as _takes_all asked
+        run = observed(run, measured_for(usual))
         call = _calls_at_once[key] = ResolvedCall(run, problem, name)
         drop_oldest(_calls_at_once, MAX_CALLS)
     return call
