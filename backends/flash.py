@@ -23,7 +23,7 @@ from torch import Tensor
 from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
-from attn_dispatch.kernels.dense import FLASH3, Kernel, vector_aligned
+from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.machine import code_folder
@@ -34,7 +34,6 @@ COMPILE_MS = 60_000.0  #: of flash-attn 4: four or five kernels for a case
 CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 4
 
 Sides = tuple[int | None, int | None]
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  #: q, k, v, out and lse
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Generation(Kernel):
     softcap: float = 0.0
 
     grouped = True
-    masks = False
 
     @classmethod
     def of(cls, problem: Problem) -> Generation:
@@ -54,52 +52,33 @@ class Generation(Kernel):
         window = (pattern.left, pattern.right) if isinstance(pattern, Window) else (None, None)
         return cls(window, problem.deterministic, problem.softcap)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        refuse_tangents("flash", q, k, v)
-        d = q.shape[-1]
-        out, lse = self._forward(vector_aligned(q), vector_aligned(k), vector_aligned(v), is_causal, scale)
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        refuse_tangents("flash", *call[:3])
+        out, lse = self._forward(_aligned(call))
         if self.window != (None, None):
             # Generation 2 returns inf for a query without keys.
             lse = lse.masked_fill(lse == math.inf, -math.inf)
-        return out[..., :d], lse
+        return out[..., : call.q.shape[-1]], lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._aligned_backward(grad, (q, k, v, out, lse), None, is_causal, scale)
-
-    def _aligned_backward(
-        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = saved
-        d = q.shape[-1]
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         if self.window != (None, None):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
-        grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out))
         # The kernels assume contiguous lse.
-        dq, dk, dv = self._backward(grad, (q, k, v, out, lse.contiguous()), grad_lse, is_causal, scale)
-        return dq[..., :d], dk[..., :d], dv[..., :d]
+        saved = vector_aligned(grad), vector_aligned(out), lse.contiguous()
+        grads = self._backward(_aligned(call), *saved, grad_lse)
+        return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
     @abstractmethod
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]: ...
+    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        """`forward` on aligned tensors."""
 
     @abstractmethod
     def _backward(
-        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`grad_lse` is None where the generation has no `backward_of_both`."""
-        ...
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`backward` on aligned tensors."""
 
     def _sides(self) -> tuple[int, int]:
         left, right = (-1 if side is None else side for side in self.window)
@@ -109,36 +88,36 @@ class Generation(Kernel):
 class Flash2(Generation):
     """flash-attn 2."""
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         library = PACKAGE2.load()
         left, right = self._sides()
         out, lse, *_ = library._wrapped_flash_attn_forward(
-            q, k, v, 0.0, scale, is_causal, left, right, self.softcap, None, False
+            *call[:3], 0.0, call.scale, call.is_causal, left, right, self.softcap, None, False
         )
         return out, lse
 
     def _backward(
-        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, ...]:
         library = PACKAGE2.load()
         left, right = self._sides()
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
+        grads = _new_gradients(call)
         library._wrapped_flash_attn_backward(
-            *(grad, *saved, dq, dk, dv),
-            *(0.0, scale, is_causal, left, right, self.softcap, None, self.deterministic),
+            *(grad, *call[:3], out, lse, *grads),
+            *(0.0, call.scale, call.is_causal, left, right, self.softcap, None, self.deterministic),
         )
-        return dq, dk, dv
+        return grads
 
 
 class Flash3(Generation):
     """flash-attn 3, by its ops, whose arguments are more stable than those of its Python functions."""
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         left, right = self._sides()
         out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            *(q, k, v),
-            softmax_scale=scale,
-            is_causal=is_causal,
+            *call[:3],
+            softmax_scale=call.scale,
+            is_causal=call.is_causal,
             window_size_left=left,
             window_size_right=right,
             softcap=self.softcap,
@@ -147,32 +126,32 @@ class Flash3(Generation):
         return out, lse
 
     def _backward(
-        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, ...]:
         left, right = self._sides()
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[:3])
+        grads = _new_gradients(call)
         torch.ops.flash_attn_3.bwd(
-            *(grad, *saved, dq, dk, dv),
-            softmax_scale=scale,
-            is_causal=is_causal,
+            *(grad, *call[:3], out, lse, *grads),
+            softmax_scale=call.scale,
+            is_causal=call.is_causal,
             window_size_left=left,
             window_size_right=right,
             softcap=self.softcap,
             deterministic=self.deterministic,
         )
-        return dq, dk, dv
+        return grads
 
 
 class Flash4(Generation):
     """flash-attn 4; an open window side is None. It launches on the current device, wherever its tensors are."""
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         left, right = self.window
-        with current_device(q.device):
+        with current_device(call.q.device):
             out, lse, *_ = library4()._flash_attn_fwd(
-                *(q, k, v),
-                softmax_scale=scale,
-                causal=is_causal,
+                *call[:3],
+                softmax_scale=call.scale,
+                causal=call.is_causal,
                 window_size_left=left,
                 window_size_right=right,
                 softcap=self.softcap,
@@ -181,14 +160,14 @@ class Flash4(Generation):
         return out, lse
 
     def _backward(
-        self, grad: Tensor, saved: Saved, grad_lse: Tensor | None, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        (left, right), (q, k, v, out, lse) = self.window, saved
-        with current_device(q.device):
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        left, right = self.window
+        with current_device(call.q.device):
             dq, dk, dv, *_ = library4()._flash_attn_bwd(
-                *(q, k, v, out, grad, lse),
-                softmax_scale=scale,
-                causal=is_causal,
+                *(*call[:3], out, grad, lse),
+                softmax_scale=call.scale,
+                causal=call.is_causal,
                 window_size_left=left,
                 window_size_right=right,
                 softcap=self.softcap,
@@ -201,21 +180,16 @@ class Flash4(Generation):
 class Flash4OfBoth(Flash4):
     """flash-attn 4 where its backward pass takes the gradient of lse."""
 
-    def backward_of_both(
-        self,
-        grad: Tensor,
-        grad_lse: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `backward`, with the gradient of lse [batch, heads, q_len]."""
-        return self._aligned_backward(grad, (q, k, v, out, lse), grad_lse, is_causal, scale)
+    takes_grad_lse = True
+
+
+def _aligned(call: DenseCall) -> DenseCall:
+    return call._replace(q=vector_aligned(call.q), k=vector_aligned(call.k), v=vector_aligned(call.v))
+
+
+def _new_gradients(call: DenseCall) -> tuple[Tensor, ...]:
+    """Memory for dq, dk and dv."""
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call[:3])
 
 
 def library4() -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Variant, gradient_scratch, torch_version
 from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.kernels.dense import aten, heads_first, vector_aligned
+from attn_dispatch.kernels.dense import DenseCall, Kernel, aten, heads_first, tokens_first, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.problem import Problem
 
@@ -30,47 +30,33 @@ LIMITS = Limits(
 )
 
 
-class Cudnn:
+class Cudnn(Kernel):
     """`_scaled_dot_product_cudnn_attention`."""
 
     grouped = True  # PyTorch's op hands its plan the heads of k and v
-    masks = False
     stats_axes = 4  #: axes of the op's lse: [batch, heads, q_len, 1]; before PyTorch 2.9 without the 1
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        d = q.shape[-1]
-        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, call.is_causal, False, scale=call.scale
+        )
         self.stats_axes = lse.ndim
-        return out.transpose(1, 2)[..., :d], lse.reshape(q.shape[:3])
+        return tokens_first(call.q.shape[-1], out)[0], lse.reshape(q.shape[:3])
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        d, q_len, k_len = q.shape[-1], q.shape[1], k.shape[1]
-        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out))
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, *call[:3], out))
         # PyTorch caches cuDNN plans by the shapes and strides of q, k and v alone, so the strides of the other
         # arguments must be a function of those.
         grad, out = _laid_out_as(q, grad), _laid_out_as(q, out)
         lse = lse.contiguous()
         lse = lse.unsqueeze(-1) if self.stats_axes == 4 else lse
         unused = torch.empty((), dtype=torch.int64, device=q.device)
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse, unused, unused, None, None, None, q_len, k_len, 0.0, is_causal, scale=scale
-        )
-        dq, dk, dv = (x.transpose(1, 2)[..., :d] for x in grads)
-        return dq, dk, dv
+        saved = q, k, v, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2]
+        grads = aten._scaled_dot_product_cudnn_attention_backward(grad, *saved, 0.0, call.is_causal, scale=call.scale)
+        return tokens_first(call.q.shape[-1], *grads)
 
 
 def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:

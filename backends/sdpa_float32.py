@@ -11,36 +11,28 @@ from torch import Tensor
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.branches.plan import BranchPlan
 from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, DenseCall, Kernel
 from attn_dispatch.kernels.limits import HALF
 from attn_dispatch.spec.problem import Problem
 
 
-class Widened:
+class Widened(Kernel):
     """A kernel that converts its inputs to float32, and returns float32."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.grouped, self.masks = kernel, kernel.grouped, kernel.masks
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return self.kernel.forward(q.float(), k.float(), v.float(), is_causal, scale, mask)
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        return self.kernel.forward(_widened(call))
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
-        return self.kernel.backward(grad, q, k, v, out, lse, is_causal, scale, mask)
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        return self.kernel.backward(_widened(call), grad.float(), out.float(), lse)
+
+
+def _widened(call: DenseCall) -> DenseCall:
+    return call._replace(q=call.q.float(), k=call.k.float(), v=call.v.float())
 
 
 def not_half(problem: Problem) -> list[Refusal]:

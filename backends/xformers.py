@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_version, gradient_scratch
-from attn_dispatch.kernels.dense import vector_aligned
+from attn_dispatch.kernels.dense import DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.machine.environment import installed
 
@@ -27,45 +27,28 @@ CUTLASS = Limits(
 )
 
 
-class MemoryEfficient:
+class MemoryEfficient(Kernel):
     """`memory_efficient_attention_forward_requires_grad` and `memory_efficient_attention_backward`."""
 
-    grouped = False
-    masks = False
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        refuse_tangents("xformers", q, k, v)
-        d, q_len = q.shape[-1], q.shape[1]
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        refuse_tangents("xformers", *call[:3])
         ops = PACKAGE.load()
         out, lse = ops.memory_efficient_attention_forward_requires_grad(
-            vector_aligned(q), vector_aligned(k), vector_aligned(v), _bias(ops, is_causal), 0.0, scale
+            *map(vector_aligned, call[:3]), _bias(ops, call.is_causal), 0.0, call.scale
         )
         # One of its kernels pads lse.
-        return out[..., :d], lse[:, :, :q_len]
+        return out[..., : call.q.shape[-1]], lse[:, :, : call.q.shape[1]]
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        d = q.shape[-1]
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         ops = PACKAGE.load()
         # Its kernels ignore the row strides of lse and out and assume contiguous rows.
-        grad, q, k, v, out = (vector_aligned(x) for x in (grad, q, k, v, out.contiguous()))
+        grad, out, q, k, v = map(vector_aligned, (grad, out.contiguous(), *call[:3]))
         grads = ops.memory_efficient_attention_backward(
-            grad, out, lse.contiguous(), q, k, v, _bias(ops, is_causal), 0.0, scale
+            grad, out, lse.contiguous(), q, k, v, _bias(ops, call.is_causal), 0.0, call.scale
         )
-        dq, dk, dv = (x[..., :d] for x in grads)
-        return dq, dk, dv
+        return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
 
 def _bias(ops: Any, is_causal: bool) -> Any:

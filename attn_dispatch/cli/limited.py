@@ -54,7 +54,8 @@ def run_limited(
         OOM_SCORE.write_text(MOST_LIKELY)
     try:
         chosen = registry.load(backend)
-        getattr(chosen, "prepare", lambda: None)()
+        if chosen.prepare is not None:
+            chosen.prepare()
         if first is not None:
             _example(first).call(chosen, order)()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as below

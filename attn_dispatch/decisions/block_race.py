@@ -14,7 +14,7 @@ from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.decisions.decide import measuring
 from attn_dispatch.decisions.kept_blocks import Winner
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Refusal, Result
+from attn_dispatch.kernels.contract import Backend, Refusal, Result
 from attn_dispatch.kernels.triton.blocks import BlockConfig, use_of
 from attn_dispatch.kernels.triton.support import COMPILE_MS, TritonKernel
 from attn_dispatch.log import logger
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlockBackend:
+class BlockBackend(Backend):
     """`triton` with a block for one kernel, as a backend that the gate knows nothing of.
 
     What it compiles is declared for this problem alone, so that its hard cases are few.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -23,59 +23,6 @@ SLOW_START = 10  #: ratio of first call to median from which the table mentions 
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateReport:
-    """One candidate: a backend in one order. Times in milliseconds.
-
-    `low_ms` and `high_ms` are the 95 % interval of the median, `first_ms` the checked first call including one-time
-    work (plans, masks, kernels). `error` is the largest absolute error of out against float64 for unit-normal inputs.
-    `ratio` is the time / the chosen one's, paired by round, `ratio_low` and `ratio_high` its 99 % interval;
-    `break_even` the calls after which a more expensive first call is recovered; `cold_ms` the time with a cold L2
-    cache, `device_ms` and `host_ms` the device's time and the host's to launch the work, of which the median has the
-    longer, all three on CUDA only. `status` is one of `chosen, slower, tie,
-    not_installed, unsupported, over_memory, failed, incorrect, quarantined, not_measured`; `reason` says why.
-    """
-
-    backend: str
-    order: str
-    status: str
-    reason: str = ""
-    median_ms: float | None = None
-    low_ms: float | None = None
-    high_ms: float | None = None
-    peak_bytes: int | None = None
-    error: float | None = None
-    first_ms: float | None = None
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-    break_even: float | None = None
-    cold_ms: float | None = None
-    device_ms: float | None = None
-    host_ms: float | None = None
-    rounds: int | None = None
-    version: str | None = None
-
-    @classmethod
-    def of(cls, row: Row) -> CandidateReport:
-        return cls(**{name: getattr(row, name) for name in cls.__dataclass_fields__})
-
-
-@dataclass(frozen=True, slots=True)
-class DriftReport:
-    """Times of live calls that drifted: median and 95 % interval in ms, number of samples, time of detection (UTC)."""
-
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    samples: int
-    seen: str
-
-    @classmethod
-    def of(cls, drift: Drift) -> DriftReport:
-        return cls(**{name: getattr(drift, name) for name in cls.__dataclass_fields__})
-
-
-@dataclass(frozen=True, slots=True)
 class Explanation:
     """Which backend and order run a call.
 
@@ -87,39 +34,40 @@ class Explanation:
     the samples: `cpu_s` and `wall_s` of the process, and its involuntary context `switches`. `unchecked` is whether the
     choice is imported or shipped and was not yet checked on this machine. `configurations` says how backends that can
     run the problem are set for it on this machine, such as the blocks of Triton's kernels; only `explain` fills it.
+    `others` are those of the other problems that a call consists of: documents, or rows, of several lengths.
     """
 
     choice: str | None
     order: str | None
     source: str
     key: str
-    candidates: tuple[CandidateReport, ...]
+    candidates: tuple[Row, ...]
     problem: str
     device: str
     confidence: float | None = None
     evidence: tuple[str, ...] = ()
-    drift: DriftReport | None = None
+    drift: Drift | None = None
     provisional: str = ""
     load: dict[str, float] | None = None
     unchecked: bool = False
     configurations: tuple[str, ...] = ()
+    others: tuple[Explanation, ...] = ()
 
     @classmethod
     def of(cls, decision: Decision, source: str | None = None, request: Request | None = None) -> Explanation:
         """The explanation of a decision; of that of a `request`, with `configurations`."""
-        rows = tuple(CandidateReport.of(row) for row in decision.candidates)
         device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
         return cls(
             choice=decision.choice or None,
             order=decision.order or None,
             source=source or decision.decided_by,
             key=decision.key,
-            candidates=rows,
+            candidates=decision.candidates,
             problem=decision.title,
             device=device,
             confidence=decision.confidence,
             evidence=decision.evidence,
-            drift=None if decision.drift is None else DriftReport.of(decision.drift),
+            drift=decision.drift,
             provisional=decision.provisional,
             load=decision.load,
             unchecked=bool(decision.origin) and not passed.is_confirmed(cache_folder(), decision),
@@ -128,7 +76,9 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the names of the fields."""
-        return asdict(self)
+        rows = [msgspec.structs.asdict(row) for row in self.candidates]
+        drift = None if self.drift is None else msgspec.structs.asdict(self.drift)
+        return {**asdict(replace(self, candidates=(), drift=None)), "candidates": rows, "drift": drift}
 
     def __str__(self) -> str:
         choice = f"{self.choice} in {self.order} order" if self.choice else "none"
@@ -144,7 +94,8 @@ class Explanation:
         ]
         elsewhere = [c.backend for c in self.candidates if self.choice and needs_cuda(c.reason)]
         shown = [row for row in self.rows() if row[0] not in elsewhere]
-        return "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *cuda_only(elsewhere)])
+        found = "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *cuda_only(elsewhere)])
+        return "\n\n".join([found, *map(str, self.others)])
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -205,15 +156,11 @@ def _configurations(request: Request) -> tuple[str, ...]:
     """What the built-in backends that can run the problem say of their `configuration` for it."""
     from attn_dispatch.kernels.registry import is_built_in  # with torch
 
-    able = {each.name: each.backend for each in request.able if hasattr(each.backend, "configuration")}
-    return tuple(
-        f"{name}: {getattr(backend, 'configuration')(request.problem)}"  # noqa: B009 - not of every backend
-        for name, backend in able.items()
-        if is_built_in(name)
-    )
+    able = {each.name: each.backend.configuration for each in request.able if is_built_in(each.name)}
+    return tuple(f"{name}: {of(request.problem)}" for name, of in able.items() if of is not None)
 
 
-def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:
+def _cells(candidate: Row, best_ms: float | None) -> list[str]:
     remarks = [each for each in (candidate.reason, _first_call(candidate)) if each]
     verdict = candidate.status.replace("_", " ") + (f": {'; '.join(remarks)}" if remarks else "")
     memory = "-" if candidate.peak_bytes is None else gib(candidate.peak_bytes)
@@ -227,7 +174,7 @@ def _cells(candidate: CandidateReport, best_ms: float | None) -> list[str]:
     return [candidate.backend, candidate.order, *times, memory, error, verdict]
 
 
-def _first_call(candidate: CandidateReport) -> str:
+def _first_call(candidate: Row) -> str:
     """The first call's time where one-time work makes it much longer than the median, else empty."""
     first_ms, median_ms = candidate.first_ms, candidate.median_ms
     slow = first_ms is not None and median_ms is not None and first_ms > SLOW_START * median_ms

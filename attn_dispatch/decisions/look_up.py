@@ -41,7 +41,7 @@ MOST_ATTEMPTS = 6  #: trials of a problem after which a provisional choice is ac
 FIRST_PAUSE = timedelta(minutes=10)  #: after a second provisional trial; each further pause is four times as long
 PAUSE_FACTOR = 4
 
-triton_blocks.winner_of = kept_blocks.winner_of
+triton_blocks.find_winners_by(kept_blocks.winner_of)
 
 
 class StoredDecision(NamedTuple):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.machine.devices import missing_code
 from attn_dispatch.spec.groups import SCORE_TERMS as _FIELDS
 from attn_dispatch.spec.orders import NATURAL, ORDERS
@@ -16,6 +17,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 
 Result = Tensor | tuple[Tensor, Tensor]
+REQUIRED = ("name", "version", "refusals", "workspace_bytes", "run")
 SCORE_TERMS = tuple(_FIELDS)  #: what a call may do to the scores besides scaling them
 
 
@@ -34,11 +36,10 @@ class Refusal(NamedTuple):
         return self.text
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """An implementation of attention: an object or module with these names.
+class Backend:
+    """An implementation of attention, as the package sees it: `adapted` makes one of any object or module.
 
-    Optional members:
+    Required are `name`, `version`, `refusals`, `workspace_bytes` and `run`. An object may have any of the others:
 
     * `flops(problem) -> int`: floating-point operations of one call; a trial that cannot end within the budget is not
       started.
@@ -56,6 +57,7 @@ class Backend(Protocol):
     * `release()`: frees memory that trials left. Called after every trial of a backend without `forget`.
     * `orders(problem) -> Sequence[str]`: the token or visit orders (see `orders.ORDERS`) to try, each a candidate of
       its own; default: natural order alone. Called only where `refusals` is empty.
+    * `all_orders: tuple[str, ...]`: more orders that a caller may force, though they are seldom faster.
     * `partial(problem, key_mask=None) -> autograd.Passes`: its passes for queries that also see other keys: forward
       returns out and lse over these keys, backward takes out and lse over all keys. The scale is above 0, and rows
       with lse = inf have weight 0. Sequences over many ranks are computed with it, by the backends that `SOLVERS` in
@@ -69,33 +71,42 @@ class Backend(Protocol):
       one length are a call.
     * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
       refused for it.
-    * `all_orders: tuple[str, ...]`: more orders that a caller may force, though they are seldom faster.
     * `specialized(problem, q, k, v, heads_first=False) -> Callable | None`: a function of q, k, v and problem that does
       what `run` does, with the same bits, for calls without other tensors and gradients whose q, k and v have these
       shapes, strides and dtypes; what depends on those alone is done once. With `heads_first`, q, k, v and out are
       [batch, heads, len, head_dim]. None where it gains nothing. Trials measure and check it in the place of `run`.
+    * `configuration(problem) -> str`: how it is set for a problem on this machine; `explain` shows it.
 
     `run`, and what it returns for the backward pass, are called by several threads at once, and in inference mode.
     In an order other than the natural one, `run` gets `order=` and permutes inside: it takes and returns tokens in the
     caller's order. `workspace_bytes` and the like hold for every order.
     """
 
-    @property
-    def name(self) -> str:
-        """Short, unique and stable: decisions store it."""
-        ...
+    name: str  #: short, unique and stable: decisions store it
+    score_terms: Collection[str] = ()
+    all_orders: tuple[str, ...] = ()
+    shares_builds: bool = False
+    flops: Callable[[Problem], float] | None = None
+    first_call_ms: Callable[[Problem], float] | None = None
+    prepare: Callable[[], object] | None = None
+    forget: Callable[[Problem], object] | None = None
+    traceable: Callable[[Problem], bool] | None = None
+    partial: Callable[..., Passes] | None = None
+    run_documents: Callable[..., Result] | None = None
+    specialized: Callable[..., Callable[..., Result] | None] | None = None
+    configuration: Callable[[Problem], str] | None = None
 
     def version(self) -> str:
         """Everything that its speed and results depend on; a new version is measured anew."""
-        ...
+        raise NotImplementedError
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         """Every reason why it cannot run the problem; empty if it can."""
-        ...
+        raise NotImplementedError
 
     def workspace_bytes(self, problem: Problem) -> int:
         """Upper bound of the memory it allocates besides q, k, v, out and their gradients."""
-        ...
+        raise NotImplementedError
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Result:
         """Compute.
@@ -110,7 +121,37 @@ class Backend(Protocol):
             out as q, or (out, lse) with lse [batch, heads, q_len] in float32 (float64 for float64 inputs). lse is
             required where `problem.return_lse`. Autograd must work where `problem.needs_grad`.
         """
-        ...
+        raise NotImplementedError
+
+    def orders(self, problem: Problem) -> Collection[str]:
+        return (NATURAL,)
+
+    def prepared(self) -> bool:
+        return self.prepare is None
+
+    def release(self) -> None: ...
+
+
+class _Adapted(Backend):
+    """The members of any object, and the defaults of those that it has not."""
+
+    def __init__(self, given: object) -> None:
+        self.given = given
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__
+        return own(name) if name in ("given", "__class__") else getattr(own("given"), name, None) or own(name)
+
+
+def missing_members(given: object) -> str:
+    """Which required members an object lacks, and what it needs; empty if it lacks none."""
+    missing = [part for part in REQUIRED if not hasattr(given, part)]
+    return f"lacks {', '.join(missing)}; it needs {', '.join(REQUIRED)}" if missing else ""
+
+
+def adapted(given: Any) -> Backend:
+    """A backend of an object or module with the required members."""
+    return given if isinstance(given, Backend) else _Adapted(given)
 
 
 def orders_of(backend: Backend, problem: Problem) -> tuple[str, ...]:
@@ -119,24 +160,22 @@ def orders_of(backend: Backend, problem: Problem) -> tuple[str, ...]:
     Raises:
         ValueError: `backend.orders` names an unknown order.
     """
-    offer = getattr(backend, "orders", None)
-    return (NATURAL,) if offer is None else _known(offer(problem))
+    return _known(backend.orders(problem))
 
 
 def forced_orders(backend: Backend, problem: Problem) -> tuple[str, ...]:
     """`orders_of`, and the orders in which a backend runs only if forced. Raises as `orders_of`."""
-    return _known([*orders_of(backend, problem), *getattr(backend, "all_orders", ())])
+    return _known([*orders_of(backend, problem), *backend.all_orders])
 
 
 def traceable(backend: Backend, problem: Problem) -> bool:
     """Whether a graph traced through the backend is valid for other inputs."""
-    check = getattr(backend, "traceable", None)
-    return check is not None and bool(check(problem))
+    return backend.traceable is not None and bool(backend.traceable(problem))
 
 
 def traces(backend: Backend) -> bool:
     """Whether the backend is one of torch.compile."""
-    return hasattr(backend, "first_call_ms") and not getattr(backend, "shares_builds", False)
+    return backend.first_call_ms is not None and not backend.shares_builds
 
 
 def runner(backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor, ...] | None) -> Callable[..., Result]:
@@ -155,11 +194,9 @@ def specialized(
     backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor, ...], *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
     """What the backend's `specialized` gives for q, k and v like these; None where it cannot be asked."""
-    make = getattr(backend, "specialized", None)
-    if make is None or order != NATURAL or not is_plain(problem):
+    if backend.specialized is None or order != NATURAL or not is_plain(problem):
         return None
-    found: Callable[..., Result] | None = make(problem, *tensors, heads_first=heads_first)
-    return found
+    return backend.specialized(problem, *tensors, heads_first=heads_first)
 
 
 def _known(named: Collection[str]) -> tuple[str, ...]:
@@ -177,8 +214,7 @@ def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
 
 def refuse_score_terms(backend: Backend, problem: Problem) -> list[Refusal]:
     """Refusals of what a call does to the scores and the backend does not declare."""
-    known = getattr(backend, "score_terms", ())
-    missing = [name for name in problem.score_terms if name not in known]
+    missing = [name for name in problem.score_terms if name not in backend.score_terms]
     return [Refusal("scores", f"does not compute {', '.join(missing)}")] if missing else []
 
 

@@ -7,7 +7,7 @@ longer than a small attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,58 +56,71 @@ CUDA_EFFICIENT = Limits(
 )
 
 
-class Kernel(Protocol):
-    """Dense attention on [batch, len, heads, head_dim] tensors with any strides and no empty axis.
+class DenseCall(NamedTuple):
+    """One call of a dense kernel.
 
-    `grouped`: takes fewer key and value heads than query heads. `masks`: takes an additive mask. One may also have
-    `backward_of_both`, as `backward` with the gradient of lse [batch, heads, q_len] after that of out.
+    Args:
+        q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides, no empty axis.
+        is_causal: queries see no key after their own position; q_len is k_len.
+        mask: added to the scores, [1 or batch, 1 or heads, 1 or q_len, k_len].
     """
 
-    grouped: bool
-    masks: bool
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    is_causal: bool
+    scale: float
+    mask: Tensor | None = None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+
+class Kernel:
+    """Dense attention.
+
+    `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
+    takes the gradient of lse.
+    """
+
+    grouped = False
+    masks = False
+    takes_grad_lse = False
+
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         """out like q, or in `sum_dtype`, and lse [batch, heads, q_len].
 
         A row with all keys masked has out 0 and an undefined lse.
         """
-        ...
+        raise NotImplementedError
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv for `p = exp(scale q k^T + mask - lse)`; rows with lse = inf contribute 0."""
-        ...
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """dq, dk, dv for `p = exp(scale q k^T + mask - lse)`; rows with lse = inf contribute 0.
+
+        Args:
+            grad: of out. grad_lse: [batch, heads, q_len], for kernels that take it.
+        """
+        raise NotImplementedError
+
+    def specialized(
+        self, is_causal: bool, scale: float, heads_first: bool
+    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """A function of q, k, v and problem, with last stride 1; None: there is none. See `contract.Backend`."""
+        return None
 
 
-class CpuFlash:
+class CpuFlash(Kernel):
     """`_scaled_dot_product_flash_attention_for_cpu`: float16, bfloat16, float32, float64; any head_dim."""
 
     # Tested with 2.13; older releases get one key head per query head.
     grouped = VERSION >= (2, 13)
     masks = True
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = heads_first(q), heads_first(k), heads_first(v)
-        out, lse = _cpu_flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        q, k, v = heads_first(call.q), heads_first(call.k), heads_first(call.v)
+        out, lse = _cpu_flash(q, k, v, 0.0, call.is_causal, attn_mask=call.mask, scale=call.scale)
         return out.transpose(1, 2), lse
 
     def specialized(self, is_causal: bool, scale: float, heads_first: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-        """A function of q, k, v and problem, with last stride 1: see `contract.Backend`."""
-
         def run_heads_first(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
             out, lse = _cpu_flash(q, k, v, 0.0, is_causal, scale=scale)
             return out, lse
@@ -120,103 +133,73 @@ class CpuFlash:
         return run_heads_first if heads_first else run
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        grad, q, k, v, out = (heads_first(x) for x in (grad, q, k, v, out))
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        grad, q, k, v, out = (heads_first(x) for x in (grad, call.q, call.k, call.v, out))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+            grad, q, k, v, out, lse, 0.0, call.is_causal, attn_mask=call.mask, scale=call.scale
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-class CudaFlash:
+class CudaFlash(Kernel):
     """`_scaled_dot_product_flash_attention`: float16 and bfloat16, capability 8.0 and newer, no mask."""
 
     grouped = torch.version.hip is None  # by flash_api.cpp of CUDA builds
-    masks = False
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        d = q.shape[-1]
-        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
-        return out.transpose(1, 2)[..., :d], lse
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, call.is_causal, False, scale=call.scale)
+        return tokens_first(call.q.shape[-1], out)[0], lse
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        d, q_len, k_len = q.shape[-1], q.shape[1], k.shape[1]
-        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out))
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, *call[:3], out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q_len, k_len, 0.0, is_causal, unused, unused, scale=scale
+        saved = q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            grad, *saved, 0.0, call.is_causal, unused, unused, scale=call.scale
         )
-        dq, dk, dv = (x.transpose(1, 2)[..., :d] for x in grads)
-        return dq, dk, dv
+        return tokens_first(call.q.shape[-1], dq, dk, dv)
 
 
-class CudaEfficient:
+class CudaEfficient(Kernel):
     """`_scaled_dot_product_efficient_attention`: float16, bfloat16, float32; takes a mask in the dtype of q."""
 
-    grouped = False
     masks = True
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        d, q_len = q.shape[-1], q.shape[1]
-        bias = _bias(mask, q, k)
-        q, k, v = (heads_first(vector_aligned(x)) for x in (q, k, v))
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal, scale=scale)
-        return out.transpose(1, 2)[..., :d], lse[:, :, :q_len]
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        bias = _bias(call)
+        q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, 0.0, call.is_causal, scale=call.scale
+        )
+        return tokens_first(call.q.shape[-1], out)[0], lse[:, :, : q.shape[2]]
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        d, bias = q.shape[-1], _bias(mask, q, k)
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         # The kernel ignores the row strides of lse and out and assumes contiguous rows.
         lse = pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_ALIGN), value=torch.inf).contiguous()
-        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, q, k, v, out.contiguous()))
+        grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, *call[:3], out.contiguous()))
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, is_causal, scale=scale
+            grad, q, k, v, _bias(call), out, lse, unused, unused, 0.0, wanted, call.is_causal, scale=call.scale
         )
-        return dq.transpose(1, 2)[..., :d], dk.transpose(1, 2)[..., :d], dv.transpose(1, 2)[..., :d]
+        return tokens_first(call.q.shape[-1], dq, dk, dv)
 
 
 def heads_first(x: Tensor) -> Tensor:
     """[batch, len, heads, head_dim] to [batch, heads, len, head_dim] with last stride 1."""
     # The kernels ignore the last stride and assume 1.
     return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+
+
+def tokens_first(head_dim: int, *results: Tensor) -> tuple[Tensor, ...]:
+    """[batch, heads, len, padded head_dim] to [batch, len, heads, head_dim]."""
+    return tuple(x.transpose(1, 2)[..., :head_dim] for x in results)
 
 
 def vector_aligned(x: Tensor) -> Tensor:
@@ -239,17 +222,17 @@ def _whole_rows(x: Tensor) -> bool:
     return whole and x.stride(-1) == 1 and start % VECTOR_BYTES == 0
 
 
-def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+def _bias(call: DenseCall) -> Tensor | None:
     """The mask in q's dtype and full shape, with rows aligned to whole vectors."""
-    if mask is None:
+    if call.mask is None:
         return None
-    keys = k.shape[1]
-    mask = mask.to(q.dtype)
+    (batch, q_len, heads, _), keys = call.q.shape, call.k.shape[1]
+    mask = call.mask.to(call.q.dtype)
     if not _whole_rows(mask):
         # With the last axis padded to whole vectors, all other strides are multiples of one.
         room = mask.new_empty(*mask.shape[:3], keys + -keys % CUDA_HEAD_ALIGN)
         mask = room[..., :keys].copy_(mask)
-    return mask.expand(q.shape[0], q.shape[2], q.shape[1], keys)
+    return mask.expand(batch, heads, q_len, keys)
 
 
 def with_lse_column(

@@ -1,20 +1,21 @@
 """The backends and their order of preference, each loaded on first use.
 
 The import of another package's backend is foreign code: whatever it raises becomes an InvalidInput that names the entry
-point and its distribution, and is not tried again in the process. `import_guard` limits its time, and records a crash.
+point and its distribution, and is not tried again in the process. `guard_imports` has its time limited, and a crash
+recorded.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any
 
 from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels.contract import Backend
+from attn_dispatch.kernels.contract import Backend, adapted, missing_members
 from attn_dispatch.log import say_once
 from attn_dispatch.text import one_line
 
@@ -36,35 +37,36 @@ FUSED = ("triton", "triton_tiles")  #: on CUDA they read the pairs that are seen
 IN_PIECES = ("Dilated", "Neighborhood")  #: patterns for which libraries take many calls, or a mask of all pairs
 #: Where PyTorch prefers cuDNN too. Source: check_prefer_cudnn_attention in its transformers/cuda/sdp_utils.cpp.
 CUDNN_FIRST = ("cuda-sm90-", "cuda-sm100-")
-REQUIRED = ("name", "version", "refusals", "workspace_bytes", "run")
 
 _added: dict[str, Backend] = {}
 _broken: dict[str, str] = {}  # names of backends that could not be imported, with the message
 process_state.register(process_state.FACTS, _added.clear, _broken.clear)
 
-Import = Callable[[], Backend]
+Import = Callable[[], object]
 
 
-def import_guard(point: EntryPoint, load: Import) -> Backend:
-    """Import another package's backend. `tuning.candidates` replaces this: this room knows neither store nor guard."""
-    return load()
+_guards: list[Callable[[EntryPoint, Import], object]] = []
 
 
-def register(backend: Backend) -> None:
-    """Add a backend: an object or module with the members of `contract.Backend`.
+def guard_imports(guard: Callable[[EntryPoint, Import], object]) -> None:
+    """Have other packages' backends imported by `guard`: this room knows neither time limits nor the store."""
+    _guards[:] = [guard]
+
+
+def register(backend: Any) -> None:
+    """Add a backend: an object or module with the required members of `contract.Backend`.
 
     Raises:
         InvalidInput: a member is missing, or another backend has the name.
     """
-    missing = [part for part in REQUIRED if not hasattr(backend, part)]
-    if missing:
-        raise InvalidInput(f"backend {backend!r} lacks {', '.join(missing)}; it needs {', '.join(REQUIRED)}")
+    if missing := missing_members(backend):
+        raise InvalidInput(f"backend {backend!r} {missing}")
     name = backend.name
     if not isinstance(name, str) or not name.isidentifier():
         raise InvalidInput(f"backend.name must be an identifier, got {name!r}")
     if name in names():
         raise InvalidInput(f"a backend named {name!r} is there already: {', '.join(names())}")
-    _added[name] = backend
+    _added[name] = adapted(backend)
 
 
 def registered() -> list[Backend]:
@@ -141,28 +143,27 @@ def _plain_text(version: object) -> str | None:
 @cache
 def _load(name: str) -> Backend:
     if is_built_in(name):
-        return cast(Backend, importlib.import_module(f"attn_dispatch.backends.{name}"))
+        return adapted(importlib.import_module(f"attn_dispatch.backends.{name}"))
     point = _entry_points().get(name)
     if point is None:
         raise InvalidInput(f"backend must be one of {', '.join(names())}, got {name!r}")
     try:
-        backend = import_guard(point, lambda: _imported(point))
+        load = partial(_imported, point)
+        backend = _guards[0](point, load) if _guards else load()
     except Exception as error:
         _broken[name] = f"backend {described(point)} cannot be loaded: {one_line(error)}"
         raise InvalidInput(_broken[name]) from error
-    missing = [part for part in REQUIRED if not hasattr(backend, part)]
-    if missing:
-        _broken[name] = f"backend {described(point)} lacks {', '.join(missing)}"
+    if missing := missing_members(backend):
+        _broken[name] = f"backend {described(point)} {missing}"
         raise InvalidInput(_broken[name])
-    return backend
+    return adapted(backend)
 
 
-def _imported(point: EntryPoint) -> Backend:
+def _imported(point: EntryPoint) -> object:
     try:
-        backend: Backend = point.load()
+        return point.load()
     except (SystemExit, KeyboardInterrupt) as error:  # by its own code: a user's Ctrl-C is raised in the main thread
         raise ImportError(f"raised {one_line(error)}") from error
-    return backend
 
 
 def described(point: EntryPoint) -> str:

@@ -15,6 +15,13 @@ SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 STORED = re.compile(rf"{SILICON.pattern}/{GROUP.pattern}/({KEY.pattern}\.json|\.{KEY.pattern}-[0-9a-f]{{8}}\.tmp)")
 
 
+def fingerprint(text: str) -> str:
+    """The text, which is safe as a file's name. Raises ValueError: it is no fingerprint of a machine."""
+    if not SILICON.fullmatch(text):
+        raise ValueError(f"not a fingerprint: {text!r}")
+    return text
+
+
 class Address(NamedTuple):
     """The fingerprint of a machine, or of all ranks' machines; the digits of a group of problems, and of a problem."""
 

@@ -23,10 +23,9 @@ from pathlib import Path
 
 import msgspec
 
-from attn_dispatch import settings
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
-from attn_dispatch.store.address import SILICON
+from attn_dispatch.store.address import fingerprint
 
 FOLDER = "quarantine/v2"
 EXPIRY_S = 3600.0  #: age in seconds at which a marker counts as abandoned where files cannot be locked
@@ -35,16 +34,11 @@ _own_markers: dict[Path, int] = {}  # this process's markers -> descriptors that
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a marker: the backend, the problem (`title`), and when its trial began, in seconds since 1970.
-
-    `scope` is that of the strike that a death gives: "" for all problems, else a group's digits.
-    """
+    """The content of a marker: the backend, the problem (`title`), and when its trial began, in seconds since 1970."""
 
     backend: str
     version: str | None
-    silicon: str
     title: str
-    scope: str = ""
     began: float
 
 
@@ -72,29 +66,25 @@ class CrashMarker:
 
 
 @contextmanager
-def crash_marker(
-    folder: Path, silicon: str, backend: str, version: str | None, title: str, scope: str = ""
-) -> Iterator[CrashMarker]:
+def crash_marker(folder: Path, silicon: str, backend: str, version: str | None, title: str) -> Iterator[CrashMarker]:
     """Keep a crash marker on disk while a backend is tried on a problem.
 
     Args:
         folder: the cache folder. Where it cannot be written, a warning is logged once and the trial runs unmarked.
         silicon: the fingerprint of the device.
         title: the problem, for messages.
-        scope: as in `Trial`.
 
     Raises:
         ValueError: `silicon` is not a fingerprint.
     """
     path = place_of(folder, silicon) / f"{secrets.token_hex(8)}.mark"
-    trial = Trial(backend=backend, version=version, silicon=silicon, title=title[:4000], scope=scope, began=time.time())
+    trial = Trial(backend=backend, version=version, title=title[:4000], began=time.time())
     marker = CrashMarker(path, files.encode_checked(trial))
     try:
         try:
             _create(folder, marker)
         except OSError as error:
-            if folder != settings.NOWHERE:
-                say_once(f"a crash would not be recorded: {path.parent} cannot be written ({error.strerror or error})")
+            files.say_unwritten("a crash would not be recorded", path.parent, error)
         yield marker
     finally:
         _remove(marker.path)
@@ -102,9 +92,7 @@ def crash_marker(
 
 def place_of(folder: Path, silicon: str) -> Path:
     """The folder of one silicon's quarantine. Raises ValueError for no fingerprint: paths cannot leave the folder."""
-    if not SILICON.fullmatch(silicon):
-        raise ValueError(f"not a fingerprint: {silicon!r}")
-    return folder / FOLDER / silicon
+    return folder / FOLDER / fingerprint(silicon)
 
 
 def abandoned(folder: Path, silicon: str) -> Iterator[tuple[Path, Trial]]:
@@ -112,8 +100,7 @@ def abandoned(folder: Path, silicon: str) -> Iterator[tuple[Path, Trial]]:
     for path in files.listed(folder, place_of(folder, silicon), ".mark"):
         try:
             with files.opened(path) as file:
-                found = _abandoned_trial(path, file.fileno())
-                if found is not None and found.silicon == silicon:
+                if (found := _abandoned_trial(path, file.fileno())) is not None:
                     yield path, found
         except FileNotFoundError:
             continue  # removed by its process, or by another that recorded the death

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -23,6 +23,8 @@ NEVER = datetime.min.replace(tzinfo=UTC)
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
 
 CandidateId = tuple[str, str]  #: backend and order
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Damaged(ValueError):
@@ -30,10 +32,12 @@ class Damaged(ValueError):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Status and measurements of one candidate. Times in milliseconds, `error` the largest absolute error of out.
+    """Status and measurements of one candidate, a backend in one order. Times in milliseconds.
 
-    `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of the
-    median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
+    `status` is one of `chosen, slower, tie, not_installed, unsupported, over_memory, failed, incorrect, quarantined,
+    not_measured`; `reason` says why. `error` is the largest absolute error of out against float64 for unit-normal
+    inputs. `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of
+    the median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
     interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
     `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `device_ms` a call's time on
     a CUDA device, `host_ms` the host's to enqueue it, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of
@@ -47,26 +51,26 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     status: str
     reason: str = ""
     version: str | None = None
-    median_ms: float | None = None
-    low_ms: float | None = None
-    high_ms: float | None = None
-    fastest_ms: float | None = None
-    first_ms: float | None = None
-    device_ms: float | None = None
-    host_ms: float | None = None
-    cold_ms: float | None = None
-    rounds: int | None = None
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-    break_even: float | None = None
-    peak_bytes: int | None = None
-    workspace_bytes: int | None = None
-    error: float | None = None
-    need_ms: float | None = None
+    median_ms: Amount | None = None
+    low_ms: Amount | None = None
+    high_ms: Amount | None = None
+    fastest_ms: Amount | None = None
+    first_ms: Amount | None = None
+    device_ms: Amount | None = None
+    host_ms: Amount | None = None
+    cold_ms: Amount | None = None
+    rounds: Count | None = None
+    ratio: Amount | None = None
+    ratio_low: Amount | None = None
+    ratio_high: Amount | None = None
+    break_even: Amount | None = None
+    peak_bytes: Count | None = None
+    workspace_bytes: Count | None = None
+    error: Amount | None = None
+    need_ms: Amount | None = None
     measured: str | None = None
     open: bool = False
-    failures: int | None = None
+    failures: Count | None = None
     origin: str = ""
 
     @property
@@ -139,9 +143,6 @@ def from_elsewhere(decision: Decision, origin: str) -> Decision:
     return msgspec.structs.replace(decision, origin=origin, candidates=rows)
 
 
-MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))
-NOT_NEGATIVE = (*MEASURED, "break_even", "rounds", "error", "failures")
-
 _plain_decoder = msgspec.json.Decoder()
 msgspec.json.Decoder(Decision)  # resolves the annotations at import: in a look-up that would double its time
 _encoder = msgspec.json.Encoder(order="sorted")
@@ -159,9 +160,7 @@ def encode(decision: Decision) -> bytes:
         body = canonical(plain)
         if not _is_finite(plain):
             raise Damaged("it holds a number that is not finite")
-        check(decision)
-    except Damaged:
-        raise
+        _checked(plain)
     except (*DECODE_ERRORS, TypeError) as error:
         raise Damaged(str(error)) from error
     if len(body) > MAX_BYTES // 2:
@@ -181,13 +180,9 @@ def decode(content: bytes) -> Decision:
         checksum = plain.pop("checksum", None)
         if not isinstance(checksum, str) or not _fits(checksum, content, plain):
             raise Damaged("its content does not match its checksum")
-        found = msgspec.convert(plain, Decision)
-        check(found)
-    except Damaged:
-        raise
+        return _checked(plain)
     except DECODE_ERRORS as error:
         raise Damaged(str(error)) from error
-    return found
 
 
 def check_schema(schema: object) -> None:
@@ -203,8 +198,9 @@ def to_plain(decision: Decision) -> dict[str, Any]:
     return {**msgspec.to_builtins(decision), "schema": SCHEMA}
 
 
-def check(decision: Decision) -> None:
-    """Check that a decision is consistent in itself. Raises ValueError (Damaged is one)."""
+def _checked(plain: dict[str, Any]) -> Decision:
+    """The decision, if it is consistent in itself. Raises msgspec's errors and ValueError (Damaged is one)."""
+    decision = msgspec.convert(plain, Decision)
     if not decision.address.is_valid:
         raise Damaged("its address is not valid")
     chosen = [row.id for row in decision.candidates if row.status == "chosen"]
@@ -215,17 +211,10 @@ def check(decision: Decision) -> None:
     time_of(decision.created)
     for row in decision.candidates:
         time_of(row.measured)
-        _check_numbers(row)
-
-
-def _check_numbers(row: Row) -> None:
-    for name in NOT_NEGATIVE:
-        value = getattr(row, name)
-        if value is not None and value < 0:
-            raise Damaged(f"its {name} of {row.backend} is negative")
-    known = [value for value in (row.low_ms, row.median_ms, row.high_ms) if value is not None]
-    if known != sorted(known):
-        raise Damaged(f"its times of {row.backend} contradict each other")
+        known = [value for value in (row.low_ms, row.median_ms, row.high_ms) if value is not None]
+        if known != sorted(known):
+            raise Damaged(f"its times of {row.backend} contradict each other")
+    return decision
 
 
 def time_of(text: str | None) -> datetime:

@@ -19,6 +19,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from attn_dispatch.log import say_once
+from attn_dispatch.settings import NOWHERE
 
 MAX_CHECKED_BYTES = 1 << 16  #: bytes of one checked file
 UNREADABLE = (OSError, ValueError, msgspec.MsgspecError, RecursionError)  #: errors of reading a checked file
@@ -72,6 +73,12 @@ def _read(path: str | Path, most: float, follow: bool) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"{size} bytes, over {most:.0f}")
         return file.read()
+
+
+def say_unwritten(what: str, folder: Path, error: OSError) -> None:
+    """Log once what is not kept, as a folder cannot be written; nothing more where there is no home folder."""
+    if NOWHERE not in (folder, *folder.parents):
+        say_once(f"{what}: {folder} cannot be written ({error.strerror or error})")
 
 
 def listed(base: Path, folder: Path, suffix: str) -> list[Path]:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -28,18 +28,8 @@ from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON, STORED, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
-from attn_dispatch.store.decision import (
-    MAX_BYTES,
-    SCHEMA,
-    Damaged,
-    Decision,
-    decode,
-    encode,
-    from_elsewhere,
-    time_of,
-)
+from attn_dispatch.store.decision import MAX_BYTES, SCHEMA, Damaged, Decision, decode, encode, from_elsewhere, time_of
 from attn_dispatch.store.merge import merge
-from attn_dispatch.store.plausible import why_refused
 from attn_dispatch.text import printable
 
 PUTS_PER_CLEANUP = 256  #: a process cleans the store up at its first write, then at every 256th
@@ -54,13 +44,6 @@ _puts: Counter[Path] = Counter()
 _examined: set[Path] = set()  # cache folders, once it is known whether others can write to them
 _unstored: dict[Path, str] = {}  # why a decision could not be written, by cache folder
 process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _unstored.clear)
-
-
-class Added(NamedTuple):
-    """The path that a decision was written to, and the effect."""
-
-    path: Path
-    how: Literal["added", "merged", "unchanged"]
 
 
 class Store:
@@ -95,11 +78,12 @@ class Store:
         Raises:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
-        self.path(*decision.address)
+        self.path(*decision.address)  # checks the address
         why = NO_HOME
         try:
             if self.folder != NOWHERE:
-                return self.add(decision).path
+                self.add(decision)
+                return self.path(*decision.address)
         except OSError as error:
             # Not the file, nor the group's folder, which there may be room for: one warning for all.
             there = (str(each) for each in (self.root, *self.root.parents) if os.path.exists(each))
@@ -116,14 +100,13 @@ class Store:
         """Why this process could not store a decision here, the last time; empty if it could store all."""
         return _unstored.get(self.folder, "")
 
-    def add(self, decision: Decision) -> Added:
-        """Write a decision as `put` does, but raise on failure; its path and the effect.
+    def add(self, decision: Decision) -> Literal["added", "merged", "unchanged"]:
+        """Write a decision as `put` does, but raise on failure; the effect.
 
         Raises:
             OSError: the file cannot be written. Damaged: the decision could not be read back.
         """
-        most = max_cache_bytes()
-        path = self.path(*decision.address)
+        most, path = max_cache_bytes(), self.path(*decision.address)
         encode(decision)  # before folders are created: it raises where the decision is invalid
         self._warn_if_shared()
         files.refuse_links(self.folder, path.parent)
@@ -139,7 +122,7 @@ class Store:
         _puts[self.folder] += 1
         if _puts[self.folder] % PUTS_PER_CLEANUP == 1:
             files.tidy(self.root, STORED, most, keep=path)
-        return Added(path, "unchanged" if unchanged else "added" if there is None else "merged")
+        return "unchanged" if unchanged else "added" if there is None else "merged"
 
     def shared(self) -> str:
         """Say which folder of the store other users can write to, and why; empty if there is none."""
@@ -170,8 +153,7 @@ class Store:
         names = _names(folder)
         if most is not None and len(names) > most:
             names = sorted(sorted(names, key=lambda name: -_used(f"{folder}/{name}"))[:most])
-        found = [_read(f"{folder}/{name}", address) for name, address in _addresses(silicon, group, names)]
-        return [each for each in found if each is not None]
+        return [found for _, found in self._read_all(_addresses(silicon, group, names))]
 
     def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
         """The silicons for which a decision of the problem, as `Problem.to_dict` writes it, is stored."""
@@ -182,12 +164,13 @@ class Store:
         """Every readable decision with its path, sorted by silicon and key."""
         for silicon in _names(self.root):
             groups = {group: _names(self.root / silicon / group) for group in _names(self.root / silicon)}
-            found = [each for group, names in groups.items() for _, each in _addresses(silicon, group, names)]
-            for address in sorted(found, key=lambda each: (each.key, each.group)):
-                path = self.path(*address)
-                decision = _read(path, address)
-                if decision is not None:
-                    yield path, decision
+            found = [each for group, names in groups.items() for each in _addresses(silicon, group, names)]
+            yield from self._read_all(sorted(found, key=lambda each: (each.key, each.group)))
+
+    def _read_all(self, addresses: Iterable[Address]) -> Iterator[tuple[Path, Decision]]:
+        for path, address in ((self.path(*each), each) for each in addresses):
+            if (found := _read(path, address)) is not None:
+                yield path, found
 
 
 @cache
@@ -199,7 +182,7 @@ def shipped(silicon: str) -> dict[str, Decision]:
     found = {}
     try:
         source = package_files(source).joinpath(f"{silicon}.json")
-        for each in map(_believable, read_bundle(source.read_bytes())):
+        for each in read_bundle(source.read_bytes()):
             if isinstance(each, Refused):
                 say_once(f"ignored {each.what} of the shipped profile {source}: {each.reason}")
             elif each.silicon == silicon:
@@ -214,33 +197,23 @@ def shipped(silicon: str) -> dict[str, Decision]:
 process_state.register(process_state.READ, shipped.cache_clear)
 
 
-def _believable(found: Decision | Refused) -> Decision | Refused:
-    why = "" if isinstance(found, Refused) else why_refused(found)
-    return Refused(f"key {found.key}", why) if why and not isinstance(found, Refused) else found
-
-
 def _merged_content(given: Decision, old: Decision | None) -> bytes:
     """Encode the given decision, merged with the stored one if there is one."""
-    given = _without_future_times(given)
     if old is not None and old != given:
         with suppress(Damaged):  # each rules out the other's choice: write the given one
-            return encode(merge(_dated(_without_future_times(old)), _dated(given)))
+            return encode(merge(_dated(old), _dated(given)))
     return encode(given)
 
 
-def _without_future_times(decision: Decision) -> Decision:
-    """Replace times in the future by `LONG_AGO`: they come from a wrong clock and would win over every measurement."""
-    latest = datetime.now(UTC) + CLOCK_TOLERANCE
-    if any(time_of(row.measured) > latest for row in decision.candidates):
-        rows = (replace(r, measured=LONG_AGO) if time_of(r.measured) > latest else r for r in decision.candidates)
-        decision = replace(decision, candidates=tuple(rows))
-    return replace(decision, created=LONG_AGO) if time_of(decision.created) > latest else decision
-
-
 def _dated(decision: Decision) -> Decision:
-    """Date rows without a time of measuring by their decision, which is right before a merge."""
-    rows = (row if row.measured else replace(row, measured=decision.created) for row in decision.candidates)
-    return replace(decision, candidates=tuple(rows))
+    """Date rows without a time by their decision, and those of a wrong clock, which would win for ever, long ago."""
+    latest = datetime.now(UTC) + CLOCK_TOLERANCE
+
+    def past(text: str) -> str:
+        return LONG_AGO if time_of(text) > latest else text
+
+    rows = [replace(row, measured=past(row.measured or decision.created)) for row in decision.candidates]
+    return replace(decision, created=past(decision.created), candidates=tuple(rows))
 
 
 def _touch(path: Path) -> None:
@@ -270,15 +243,13 @@ def _names(folder: Path | str) -> list[str]:
         return []
 
 
-def _addresses(silicon: str, group: str, names: Iterable[str]) -> Iterator[tuple[str, Address]]:
-    """The files that hold decisions, by their names in a group's folder, and the addresses of those."""
-    for name in names:
-        address = Address(silicon, group, name.removesuffix(".json"))
-        if address.key != name and address.is_valid:
-            yield name, address
+def _addresses(silicon: str, group: str, names: Iterable[str]) -> list[Address]:
+    """The addresses of the files that hold decisions, by their names in a group's folder."""
+    found = [Address(silicon, group, name.removesuffix(".json")) for name in names if name.endswith(".json")]
+    return [address for address in found if address.is_valid]
 
 
-def _read(path: Path | str, address: Address) -> Decision | None:
+def _read(path: Path, address: Address) -> Decision | None:
     """The decision in a file; None, with one warning, where it cannot be read."""
     try:
         found = decode(files.read(path, MAX_BYTES))

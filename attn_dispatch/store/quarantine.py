@@ -15,15 +15,15 @@ before the last one was recorded adds none. A trial that times the version clear
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from attn_dispatch import process_state, settings
+from attn_dispatch import process_state
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON
@@ -32,6 +32,7 @@ from attn_dispatch.text import printable
 
 Kind = Literal["died", "hung", "incorrect", "memory"]
 Key = tuple[str, str | None, str]
+Time = Annotated[datetime, msgspec.Meta(tz=True)]
 LAST_RESORT = "manual"  #: never quarantined for a crash, because nothing else could run. Same as in kernels.registry
 STRIKES = ("died", "hung")  #: kinds of entries that expire
 FIRST_HOLD = timedelta(minutes=10)
@@ -46,17 +47,12 @@ def clock() -> datetime:
     return datetime.now(UTC)
 
 
-def _now() -> str:
-    return clock().isoformat()
-
-
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """The quarantine of one version of a backend.
 
     ``scope`` is "" for all problems, else the digits of a group of problems. ``reason`` is one line, ``title`` the
-    problem that showed the fault, ``created`` an ISO time in UTC. ``strikes`` counts deaths and hangs in a row,
-    ``created`` is the time of the last and ``until``, in the same format, the end of its hold, equal to ``created``
-    where it excludes nothing. Other entries have no end.
+    problem that showed the fault. ``strikes`` counts deaths and hangs in a row, ``created`` is the time of the last and
+    ``until`` the end of its hold, equal to ``created`` where it excludes nothing. Other entries have no end.
     """
 
     backend: str
@@ -66,29 +62,24 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     scope: str = ""
     reason: str
     title: str
-    created: str = msgspec.field(default_factory=_now)
-    until: str | None = None
+    created: Time = msgspec.field(default_factory=lambda: clock())
+    until: Time | None = None
     strikes: int = 0
-
-    @property
-    def end(self) -> datetime | None:
-        """The end of a hold; None for an entry that is proven."""
-        return None if self.until is None else _time(self.until)
 
     @property
     def hold(self) -> timedelta:
         """For how long its last strike excludes the version."""
-        return NO_HOLD if self.end is None else self.end - _time(self.created)
+        return NO_HOLD if self.until is None else self.until - self.created
 
     @property
     def is_of_future(self) -> bool:
         """Whether a clock that was ahead dated it: it must not exclude anything until that time."""
-        return _time(self.created) - CLOCK_ERROR > clock()
+        return self.created - CLOCK_ERROR > clock()
 
     @property
     def holds(self) -> bool:
         """Whether the entry excludes its version now."""
-        return self.end is None or (clock() < self.end and not self.is_of_future)
+        return self.until is None or (clock() < self.until and not self.is_of_future)
 
     @property
     def is_doubtful(self) -> bool:
@@ -105,8 +96,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("its content does not match its name")
         if (self.until is None) == (self.kind in STRIKES):
             raise ValueError("it has no end, or should have none")
-        _time(self.created)
-        _time(self.until or self.created)
 
     def shown(self) -> Entry:
         """The entry with one-line texts, free of terminal control characters."""
@@ -114,17 +103,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, reason=reason, title=title)
 
 
-@dataclass
-class _Table:
-    """One silicon's entries as read and added in this process; those in ``unsaved`` could not be written."""
-
-    entries: dict[Key, Entry] = field(default_factory=dict)
-    unsaved: dict[Key, Entry] = field(default_factory=dict)
-    is_read: bool = False
-
-
-_tables: dict[Path, _Table] = {}
-process_state.register(process_state.READ, _tables.clear)
+Table = dict[Key, Entry]
+_known: dict[Path, Table] = {}  # the entries of each folder as read and added in this process
+_unsaved: defaultdict[Path, Table] = defaultdict(dict)  # those that could not be written
+process_state.register(process_state.READ, _known.clear, _unsaved.clear)
 
 
 class Quarantine:
@@ -137,7 +119,6 @@ class Quarantine:
         """Raises ValueError where `silicon` is not a fingerprint."""
         self.folder, self.silicon = folder, silicon
         self._place = place_of(folder, silicon)
-        self._table = _tables.setdefault(self._place, _Table())
 
     def find(self, backend: str, version: str | None, scope: str = "") -> Entry | None:
         """The entry that excludes this version, for all problems or for those of ``scope``; None if it may run."""
@@ -171,12 +152,11 @@ class Quarantine:
         self._entries()
         self._save(entry.shown())
 
-    def clear_strikes(self, backend: str, version: str | None, scope: str = "") -> None:
-        """Forget the strikes of a version, for all problems and for those of ``scope``: it was tried with success."""
-        for each in {"", scope}:
-            entry = self._entries().get((backend, version, each))
-            if entry is not None and entry.kind in STRIKES:
-                self._remove(entry)
+    def clear_strikes(self, backend: str, version: str | None) -> None:
+        """Forget the strikes of a version: it was tried with success."""
+        entry = self._entries().get((backend, version, ""))
+        if entry is not None and entry.kind in STRIKES:
+            self._remove(entry)
 
     def lift(self, backend: str | None = None) -> list[Entry]:
         """Lift the entries of a backend, or all, and return them. An entry whose file cannot be removed stays."""
@@ -188,8 +168,7 @@ class Quarantine:
         self.sweep()
         paths = files.listed(self.folder, self._place, ".json")
         found = [entry for path in paths if (entry := self._read(path)) is not None]
-        self._table.entries = {**{entry.key: entry for entry in found}, **self._table.unsaved}
-        self._table.is_read = True
+        _known[self._place] = {**{entry.key: entry for entry in found}, **_unsaved[self._place]}
 
     def sweep(self) -> list[Entry]:
         """Turn abandoned crash markers into strikes, with a warning each; safe in several processes at once."""
@@ -197,7 +176,7 @@ class Quarantine:
         for path, trial in abandoned(self.folder, self.silicon):
             is_saved = True
             if trial.backend != LAST_RESORT:
-                entry = _entry_for(trial).shown()
+                entry = self._entry_for(trial)
                 entry = _struck(entry, self._stored(entry), datetime.fromtimestamp(trial.began, UTC))
                 is_saved = self._save(entry)
                 found.append(entry)
@@ -208,14 +187,26 @@ class Quarantine:
                     path.unlink()
         return found
 
-    def _entries(self) -> dict[Key, Entry]:
-        if not self._table.is_read:
+    def _entry_for(self, trial: Trial) -> Entry:
+        name = f"{trial.backend} {trial.version}" if trial.version else trial.backend
+        reason = f"the process ended while {name} ran {trial.title} for the first time (crashed, killed or stopped)"
+        return Entry(
+            backend=trial.backend,
+            version=trial.version,
+            silicon=self.silicon,
+            kind="died",
+            reason=reason,
+            title=trial.title,
+        ).shown()
+
+    def _entries(self) -> Table:
+        if self._place not in _known:
             self.reread()
-        return self._table.entries
+        return _known.get(self._place, {})
 
     def _stored(self, entry: Entry) -> Entry | None:
         """The entry on disk for the same version and scope, which another process may have written; or None."""
-        return self._read(self._path(entry)) or self._table.unsaved.get(entry.key)
+        return self._read(self._path(entry)) or _unsaved[self._place].get(entry.key)
 
     def _read(self, path: Path) -> Entry | None:
         """The entry in a file; None, with one warning, where it cannot be read."""
@@ -233,15 +224,15 @@ class Quarantine:
         return self._place / f"{files.digest(*entry.key)}.json"
 
     def _save(self, entry: Entry) -> bool:
-        self._table.entries[entry.key] = entry
+        if self._place in _known:  # else it is about to be read
+            _known[self._place][entry.key] = entry
         try:
             files.write_checked(self.folder, self._path(entry), entry)
         except OSError as error:
-            if self.folder != settings.NOWHERE:
-                say_once(f"quarantines last for this process only: {self._place} cannot be written ({error.strerror})")
-            self._table.unsaved[entry.key] = entry
+            files.say_unwritten("quarantines last for this process only", self._place, error)
+            _unsaved[self._place][entry.key] = entry
             return False
-        self._table.unsaved.pop(entry.key, None)
+        _unsaved[self._place].pop(entry.key, None)
         return True
 
     def _remove(self, entry: Entry) -> bool:
@@ -251,8 +242,8 @@ class Quarantine:
         except OSError as error:
             say_once(f"{entry.backend} stays in quarantine: {self._path(entry)} cannot be removed ({error.strerror})")
             return False
-        self._table.unsaved.pop(entry.key, None)
-        self._table.entries.pop(entry.key, None)
+        _unsaved[self._place].pop(entry.key, None)
+        self._entries().pop(entry.key, None)
         return True
 
 
@@ -266,9 +257,9 @@ def until(entry: Entry) -> str:
     return f"; quarantined until {shown_time(entry.until)} UTC" if entry.until and entry.holds else ""
 
 
-def shown_time(text: str) -> str:
-    """Format an ISO time to the minute."""
-    return text[:16].replace("T", " ")
+def shown_time(time: datetime | str) -> str:
+    """Format a time, or an ISO time, to the minute."""
+    return str(time)[:16].replace("T", " ")
 
 
 def _struck(entry: Entry, earlier: Entry | None, began: datetime, *, certain: bool = False) -> Entry:
@@ -278,32 +269,10 @@ def _struck(entry: Entry, earlier: Entry | None, began: datetime, *, certain: bo
         return earlier
     if earlier is None or earlier.is_of_future:
         strikes, hold = 1, FIRST_HOLD if certain else NO_HOLD
-    elif began < _time(earlier.created):
+    elif began < earlier.created:
         return earlier
     else:  # within a hold it is tried where little else is left: that makes no hold longer
         strikes = earlier.strikes + 1
         hold = min(max(FIRST_HOLD, earlier.hold * (1 if earlier.holds else HOLD_FACTOR)), LONGEST_HOLD)
         entry = msgspec.structs.replace(entry, reason=f"{entry.reason}; strike {strikes}")
-    dates = {"created": now.isoformat(), "until": (now + hold).isoformat()}
-    return msgspec.structs.replace(entry, strikes=strikes, **dates)
-
-
-def _entry_for(trial: Trial) -> Entry:
-    name = f"{trial.backend} {trial.version}" if trial.version else trial.backend
-    return Entry(
-        backend=trial.backend,
-        version=trial.version,
-        silicon=trial.silicon,
-        kind="died",
-        scope=trial.scope,
-        reason=f"the process ended while {name} ran {trial.title} for the first time (crashed, killed or stopped)",
-        title=trial.title,
-    )
-
-
-def _time(text: str) -> datetime:
-    """Read an ISO time. Raises ValueError where it is none, or has no time zone."""
-    found = datetime.fromisoformat(text)
-    if found.tzinfo is None:
-        raise ValueError(f"not a time in UTC: {text}")
-    return found
+    return msgspec.structs.replace(entry, strikes=strikes, created=now, until=now + hold)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,16 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients
-from attn_dispatch.kernels.contract import Backend, Refusal, forced_orders, refuse_score_terms, runner, traces
+from attn_dispatch.kernels.contract import (
+    Backend,
+    Refusal,
+    adapted,
+    forced_orders,
+    missing_members,
+    refuse_score_terms,
+    runner,
+    traces,
+)
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import settings
@@ -40,7 +50,7 @@ class Conformance:
     refused: dict[Problem, tuple[Refusal, ...]]
 
 
-def conformance(backend: Backend | str, problems: Iterable[Problem] | None = None) -> Conformance:
+def conformance(backend: Any, problems: Iterable[Problem] | None = None) -> Conformance:
     """Hold a backend to what attn_dispatch relies on; on small problems, in a minute at most for fast ones.
 
     Of each problem that `refusals` accepts, in every order that the backend offers:
@@ -98,8 +108,8 @@ def conformance(backend: Backend | str, problems: Iterable[Problem] | None = Non
 class _Findings:
     """What was found of a backend so far; `failures` by problem."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend, self.name = backend, str(getattr(backend, "name", backend))
+    def __init__(self, given: object) -> None:
+        self.given, self.backend, self.name = given, adapted(given), str(getattr(given, "name", given))
         self.failures: dict[str, list[str]] = {}
         self.computed: list[Problem] = []
         self.refused: dict[Problem, tuple[Refusal, ...]] = {}
@@ -108,9 +118,8 @@ class _Findings:
         self.asked: set[tuple[str, Problem]] = set()  # of optional members
 
     def check_members(self) -> None:
-        missing = [part for part in registry.REQUIRED if not hasattr(self.backend, part)]
-        if missing:
-            self.failures["the backend"] = [f"lacks {', '.join(missing)}; it needs {', '.join(registry.REQUIRED)}"]
+        if missing := missing_members(self.given):
+            self.failures["the backend"] = [missing]
             return
         if not isinstance(self.backend.name, str) or not self.backend.name.isidentifier():
             self.failures["the backend"] = [f"name must be an identifier, got {self.backend.name!r}"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import formula
-from attn_dispatch.kernels.contract import Backend, is_plain, refusals_of, specialized
+from attn_dispatch.kernels.contract import Backend, adapted, is_plain, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
@@ -30,7 +30,7 @@ OTHER_KEYS = 5  #: that queries of `partial` see besides
 
 def problem_of_partial(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of which `partial` is asked as part of this one; None where it is not."""
-    if not hasattr(backend, "partial") or problem.scale <= 0 or problem.score_terms or problem.dropout_p:
+    if backend.partial is None or problem.scale <= 0 or problem.score_terms or problem.dropout_p:
         return None
     part = replace(
         problem, return_lse=True, has_seq_lens=False, has_key_mask=problem.masked, strides=("bnhd", "bnhd", "bnhd")
@@ -96,7 +96,7 @@ def _dq_of(oracle: Oracle, q: Tensor, keys: Tensor, values: Tensor, counts: Tens
 def problem_of_documents(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of packed rows with which `run_documents` is called for one like this; None where it is not."""
     common = isinstance(problem.pattern, Dense | Window | Dilated) and problem.q_len == problem.k_len
-    if not hasattr(backend, "run_documents") or not common or problem.bias or problem.dropout_p:
+    if backend.run_documents is None or not common or problem.bias or problem.dropout_p:
         return None
     rows = replace(problem, has_seq_lens=False, is_document=True)
     return None if refusals_of(backend, rows) else rows
@@ -122,9 +122,8 @@ def documents_failures(backend: Any, problem: Problem) -> list[str]:
         given = {name: x for name, x in example.masks.items() if name != "bias"}
         return backend.run_documents(q, k, v, problem, lengths, **given)
 
-    as_backend: Any = SimpleNamespace(run=run)
-    with nan_memory(problem, in_torch=not hasattr(backend, "first_call_ms")):
-        found = oracle.run(as_backend)
+    with nan_memory(problem, in_torch=backend.first_call_ms is None):
+        found = oracle.run(adapted(SimpleNamespace(run=run)))
     return list(oracle.check(found).failures)
 
 
@@ -146,7 +145,7 @@ def _oracle(example: Example, counts: Tensor) -> Oracle:
 def problem_of_specialized(backend: Backend, problem: Problem) -> Problem | None:
     """The problem without gradients of which `specialized` is asked; None where it is not."""
     forward = replace(problem, needs_grad=False, bias_needs_grad=False)
-    asked = hasattr(backend, "specialized") and is_plain(forward)
+    asked = backend.specialized is not None and is_plain(forward)
     return forward if asked and not refusals_of(backend, forward) else None
 
 
@@ -165,7 +164,7 @@ def specialized_failures(backend: Any, problem: Problem) -> list[str]:
             if call is None:
                 continue
             axes = "heads first: " if heads_first else ""
-            with nan_memory(problem, in_torch=not hasattr(backend, "first_call_ms")):
+            with nan_memory(problem, in_torch=backend.first_call_ms is None):
                 result = call(*_of_axes(inputs, heads_first), problem)
             failures += [f"{axes}{other}{each}" for each in _differences(result, expected, problem, heads_first)]
             tensors = result if isinstance(result, tuple) else (result,)

@@ -220,7 +220,7 @@ class Request:
         entry = quarantine.find(backend.name, version, self.address.group)
         if entry is None or (entry.is_doubtful and self._leaves_far_more_work(backend, quarantine)):
             return None
-        what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
+        what = f"{entry.kind} on {entry.created:%Y-%m-%d} with {entry.title}: {entry.reason}{until(entry)}"
         return f"{what}; `attn-dispatch doctor` lifts it"
 
     def _leaves_far_more_work(self, backend: Backend, quarantine: Quarantine) -> bool:
@@ -296,7 +296,7 @@ def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Addre
         raise guard.DeviceLost(f"{candidate.title} left {problem.device} unusable: {one_line(error)}") from error
 
 
-def _guarded_import(point: EntryPoint, load: registry.Import) -> Backend:
+def _guarded_import(point: EntryPoint, load: registry.Import) -> object:
     """Import a plug-in within the time limit and under a crash marker; one that died or hung before is left out.
 
     Raises:
@@ -321,7 +321,7 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> Backend:
     return backend
 
 
-registry.import_guard = _guarded_import
+registry.guard_imports(_guarded_import)
 
 
 def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:
@@ -403,17 +403,12 @@ def work(candidate: Candidate, problem: Problem) -> float:
 
 def flops(candidate: Candidate, problem: Problem) -> float | None:
     """The backend's own count of floating-point operations, or None where it gives no number >= 0."""
-    return _number(getattr(candidate.backend, "flops", None), problem)
+    return _number(candidate.backend.flops, problem)
 
 
 def first_call_ms(candidate: Candidate, problem: Problem) -> float:
     """Milliseconds of the first call beyond a later one as the backend declares them; 0 without a number >= 0."""
-    return _number(getattr(candidate.backend, "first_call_ms", None), problem) or 0.0
-
-
-def shares_builds(candidate: Candidate) -> bool:
-    """Whether what the backend builds in a first call is kept on disk and serves other problems too."""
-    return bool(getattr(candidate.backend, "shares_builds", False))
+    return _number(candidate.backend.first_call_ms, problem) or 0.0
 
 
 def _number(estimate: Callable[[Problem], object] | None, problem: Problem) -> float | None:

@@ -29,7 +29,7 @@ from attn_dispatch.store.files import digest
 from attn_dispatch.store.quarantine import Kind
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import candidates, guard
-from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, shares_builds, work
+from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
@@ -90,7 +90,7 @@ class Gate:
 
     def builds_ms(self, candidate: Candidate) -> float:
         """Milliseconds the backend declares to build for this problem alone, and for the hard cases due."""
-        here_ms = 0.0 if shares_builds(candidate) else first_call_ms(candidate, self.problem)
+        here_ms = 0.0 if candidate.backend.shares_builds else first_call_ms(candidate, self.problem)
         if not here_ms or self.has_passed(candidate):
             return here_ms
         return here_ms + sum(
@@ -100,7 +100,7 @@ class Gate:
     def prepare(self, candidate: Candidate) -> Rejected | None:
         """Run a backend's `prepare`, if it has one, once per machine; the rejection if that fails, else None."""
         version, where, limit_s = candidate.version, self.address.silicon, PREPARE_LIMIT * timeout_s()
-        if (call := getattr(candidate.backend, "prepare", None)) is None:
+        if (call := candidate.backend.prepare) is None:
             return None
         try:
             with crash_marker(cache_folder(), where, candidate.name, version, "its prepare()"):
@@ -145,7 +145,7 @@ class Gate:
                 return found if isinstance(found, Rejected) else self.incorrect(candidate, found)
         key = *candidate.id, candidate.version, class_key(self.problem)
         _passed.add(key)
-        if not brief or not hasattr(candidate.backend, "first_call_ms"):
+        if not brief or candidate.backend.first_call_ms is None:
             passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
         return None
 
@@ -212,7 +212,7 @@ class Gate:
 
     def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...], brief: bool) -> list[Check]:
         """A check of each case that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
-        shares = shares_builds(candidate)
+        shares = candidate.backend.shares_builds
         most = len(cases) if shares else COMPILED_CASES
         accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
         if brief and shares:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels.contract import traces
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls
@@ -20,7 +21,7 @@ from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.store.decision import TIMED, Decision, Row
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, shares_builds
+from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device
 from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import (
     LONGEST_DISTURBED_MS,
@@ -255,7 +256,7 @@ class Race:
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         candidate, timing = self.runners[name][0], self.rounds.timings[name]
         # Preemption makes any first call longer.
-        builds = not self.rounds.load.disturbed or hasattr(candidate.backend, "first_call_ms")
+        builds = not self.rounds.load.disturbed or candidate.backend.first_call_ms is not None
         return choice.Entrant(
             name,
             timing,
@@ -295,7 +296,7 @@ class Race:
     def _first_ms(self, name: str) -> float:
         """Milliseconds of a first call, without what a process does once, such as loading a library."""
         candidate, admitted = self.runners[name]
-        if hasattr(candidate.backend, "first_call_ms") and not shares_builds(candidate):
+        if traces(candidate.backend):
             return admitted.first_ms  # it was built for this problem
         return min(admitted.first_ms, self.plan_ms.get(name, math.inf))
 

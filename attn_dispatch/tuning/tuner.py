@@ -218,7 +218,7 @@ class Trial:
             if isinstance(found, Admitted):
                 self.admitted[candidate.title] = found
                 # What is kept on disk is compiled once per machine, as by `prepare`.
-                self.outside_s += max(0.0, found.first_ms - found.call_ms) / 1e3 * candidates.shares_builds(candidate)
+                self.outside_s += max(0.0, found.first_ms - found.call_ms) / 1e3 * candidate.backend.shares_builds
             else:
                 self._reject(candidate, found)
         yield from self._race(example, gate.differences)
@@ -280,16 +280,15 @@ class Trial:
         quarantine = Quarantine(cache_folder(), self.request.silicon)
         for candidate in self.runners:
             if candidate.title in self.admitted and candidate.title not in failures:
-                quarantine.clear_strikes(candidate.name, candidate.version, self.request.address.group)
+                quarantine.clear_strikes(candidate.name, candidate.version)
 
     def _clear_tables(self, backend: Backend) -> None:
-        forget, release = (getattr(backend, each, None) for each in ("forget", "release"))
-        if forget is not None:
-            is_chosen = self.chosen is not None and backend.name == self.chosen.name
-            for problem in (*self.case_problems, *[self.problem] * (not is_chosen)):
-                forget(problem)
-        elif release is not None:
-            release()
+        if backend.forget is None:
+            backend.release()
+            return
+        is_chosen = self.chosen is not None and backend.name == self.chosen.name
+        for problem in (*self.case_problems, *[self.problem] * (not is_chosen)):
+            backend.forget(problem)
 
     @property
     def first_call_s(self) -> float | None:
@@ -373,8 +372,7 @@ class Trial:
             if first_s <= self._longest_s and self._work_ratio(candidate, first) < RATE_FACTOR:
                 self.untried.append(candidate.title)
             return f"a first call of about {need_s:.3g} s is too long to be tried {later}"
-        prepared = getattr(candidate.backend, "prepared", None)
-        if hasattr(candidate.backend, "prepare") and not (prepared is not None and prepared()):
+        if not candidate.backend.prepared():
             self.untried.append(candidate.title)
             return f"has to be prepared, which takes too long {later}"
         return ""

@@ -20,6 +20,7 @@ from attn_dispatch.backends import flex
 from attn_dispatch.decisions import trial_limits
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.flex import requirements
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -29,6 +30,8 @@ from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import gate
+
+FLEX = registry.load("flex")
 
 LONGNET = Dilated((64, 128, 256), (1, 2, 4), is_causal=True)
 
@@ -232,7 +235,7 @@ def compiled(of: Problem) -> tuple[Example, Oracle]:
     example = make(of)
     gate = Oracle.of(example)
     with trial_limits.isolated(of.device):  # as a trial runs it
-        assert gate.check(gate.run(flex)).failures == ()
+        assert gate.check(gate.run(FLEX)).failures == ()
     assert flex.first_call_ms(of) == 0
     return example, gate
 
@@ -276,7 +279,7 @@ def test_compiled_with_masks() -> None:
     other.masks["key_mask"][:, :40] = False
     other.masks["seq_lens"][0] = 0
     gate = Oracle.of(other)
-    found = gate.run(flex)
+    found = gate.run(FLEX)
     assert gate.check(found).failures == ()
     assert not found["out"][0].any()
     assert graphs() == before + 1
@@ -292,7 +295,7 @@ def test_compiled_up_to_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     gate = Oracle.of(make(plain.problem(torch.float32, needs_grad=True)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a backward pass is compiled by the first one
-        found = gate.run(flex)
+        found = gate.run(FLEX)
     assert gate.check(found).failures == ()
     assert set(found) == {"out", "lse", "dq", "dk", "dv"}
 
@@ -315,8 +318,8 @@ def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
     of = case.problem(dtype, needs_grad=True, device="cuda:0")
     assert flex.refusals(of) == []
     gate = Oracle.of(make(of))
-    gate.run(flex)
-    found, peak = peak_bytes(lambda: gate.run(flex), of.device)
+    gate.run(FLEX)
+    found, peak = peak_bytes(lambda: gate.run(FLEX), of.device)
     assert gate.check(found).failures == ()
     assert set(found) == {"out", "lse", "dq", "dk", "dv"}
     lse_bytes = found["lse"].numel() * found["lse"].itemsize
@@ -345,7 +348,7 @@ def test_results_in_another_order(
     asked = case.problem(torch.float32, needs_grad=True)
     assert order in flex.orders(asked)
     expected = gate(asked)
-    assert expected.check(expected.run(flex, order)).failures == ()
+    assert expected.check(expected.run(FLEX, order)).failures == ()
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -360,7 +363,7 @@ def test_reordered_tokens(
     asked = case.problem(torch.float32, needs_grad=True)
     assert flex.orders(asked) == ("natural",)
     expected = gate(asked)
-    assert expected.check(expected.run(flex)).failures == ()
+    assert expected.check(expected.run(FLEX)).failures == ()
 
 
 def test_too_many_pairs_for_another_order() -> None:
@@ -373,7 +376,7 @@ def test_too_many_pairs_for_another_order() -> None:
 def test_a_compiled_kernel_in_hilbert_order() -> None:
     asked = Case("", IN_ORDER[0][1], (1, 135, 2, 16)).problem(torch.float32, needs_grad=False)
     expected = gate(replace(asked, return_lse=False))
-    assert expected.check(expected.run(flex, "hilbert")).failures == ()
+    assert expected.check(expected.run(FLEX, "hilbert")).failures == ()
 
 
 def test_residue_order_is_offered_up_to_the_pair_limit() -> None:

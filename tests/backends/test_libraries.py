@@ -19,7 +19,7 @@ from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.branches.backend import Branched, Variant
-from attn_dispatch.kernels.dense import CpuFlash
+from attn_dispatch.kernels.dense import CpuFlash, DenseCall
 from attn_dispatch.kernels.limits import ANY
 from attn_dispatch.machine import environment
 from attn_dispatch.settings import cache_folder
@@ -381,12 +381,12 @@ def test_cudnn_gets_out_in_the_cached_layout(shape: tuple[int, ...], monkeypatch
     monkeypatch.setattr(sdpa_cudnn, "aten", libraries.cudnn_ops(4))
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(shape) for _ in range(4))
-    kernel = sdpa_cudnn.Cudnn()
-    out, lse = kernel.forward(q, k, v, True, 0.3, None)
-    first = kernel.backward(grad, q, k, v, out, lse, True, 0.3, None)
+    kernel, call = sdpa_cudnn.Cudnn(), DenseCall(q, k, v, True, 0.3)
+    out, lse = kernel.forward(call)
+    first = kernel.backward(call, grad, out, lse)
     for turn in ((0, 2, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2)):
         turned = [x.permute(turn).contiguous().permute(torch.tensor(turn).argsort().tolist()) for x in (grad, out)]
-        again = kernel.backward(turned[0], q, k, v, turned[1], lse, True, 0.3, None)
+        again = kernel.backward(call, turned[0], turned[1], lse)
         assert all(torch.equal(one, other) for one, other in zip(first, again))
 
 
@@ -404,9 +404,9 @@ def test_float32_kernels_get_float32(pattern: Pattern) -> None:
 def test_float32_gradients_are_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[torch.dtype] = set()
 
-    def backward(self: CpuFlash, *tensors: Any) -> tuple[torch.Tensor, ...]:
-        seen.update(x.dtype for x in tensors if isinstance(x, torch.Tensor))
-        return real(self, *tensors)
+    def backward(self: CpuFlash, call: DenseCall, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        seen.update(x.dtype for x in (*call, *tensors) if isinstance(x, torch.Tensor))
+        return real(self, call, *tensors)
 
     real = CpuFlash.backward
     monkeypatch.setattr(CpuFlash, "backward", backward)

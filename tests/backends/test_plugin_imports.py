@@ -125,7 +125,7 @@ def test_an_import_that_works_clears_its_strikes(install: Callable[[str], Path])
     )
     quarantine.add(given)
     (entry,) = quarantine.entries()
-    quarantine._table.entries[entry.key] = msgspec.structs.replace(entry, until=entry.created)
+    quarantine._entries()[entry.key] = msgspec.structs.replace(entry, until=entry.created)
     assert len(quarantine.strikes()) == 1
     attend(*qkv())
     assert quarantine.strikes() == []

@@ -16,7 +16,7 @@ from attn_dispatch import attend, explain, profile, register
 from attn_dispatch.backends import manual
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.contract import REQUIRED, Refusal
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
@@ -234,7 +234,7 @@ def test_invalid_results(change: Callable[[Tensor, Tensor], Any], kind: str, opt
 
 
 def test_a_module_is_a_backend() -> None:
-    module: Any = SimpleNamespace(**{name: getattr(manual, name) for name in registry.REQUIRED} | {"name": "module"})
+    module: Any = SimpleNamespace(**{name: getattr(manual, name) for name in REQUIRED} | {"name": "module"})
     register(module)
     q, k, v = qkv()
     assert torch.equal(attend(q, k, v, backend="module"), attend(q, k, v, backend="manual"))

@@ -13,6 +13,7 @@ import torch
 from attn_dispatch.backends import flash, manual, triton, triton_tiles
 from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.triton.support import COMPILE_MS
 from attn_dispatch.machine import environment
 from attn_dispatch.spec.orders import NATURAL
@@ -123,7 +124,7 @@ def test_new_memory_is_nan_unless_torch_compiles(shares: bool, filled: bool, mon
         seen.append(bool(torch.empty(4).isnan().all()))
         raise InterruptedError
 
-    backend: Any = SimpleNamespace(first_call_ms=lambda problem: 0.0, shares_builds=shares, run=run)
+    backend = adapted(SimpleNamespace(first_call_ms=lambda problem: 0.0, shares_builds=shares, run=run))
     with pytest.raises(InterruptedError):
         hard_cases(replace(problem_of(device="cpu"), dtype=torch.float32))[0].run(backend)
     assert seen == [filled]
@@ -143,9 +144,8 @@ def test_kernels_that_serve_others_run_all_hard_cases(shares: bool, most: int, m
 
     real = HardCase.run
     monkeypatch.setattr(HardCase, "run", noted)
-    backend: Any = SimpleNamespace(
-        name="made-up", first_call_ms=lambda problem: 1.0, shares_builds=shares, run=run, refusals=lambda problem: []
-    )
+    members = {"name": "made-up", "first_call_ms": lambda problem: 1.0, "shares_builds": shares}
+    backend = adapted(SimpleNamespace(**members, run=run, refusals=lambda problem: []))
     problem = replace(problem_of(device="cpu"), dtype=torch.float32)
     candidate: Any = SimpleNamespace(backend=backend, backend_and_order=(backend, NATURAL))
     gate = Gate(problem, Request.of(problem).address, None)

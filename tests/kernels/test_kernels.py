@@ -11,7 +11,7 @@ import torch
 from attn_dispatch.backends import manual
 from attn_dispatch.backends.sdpa_cudnn import Cudnn
 from attn_dispatch.kernels import dense, registry
-from attn_dispatch.kernels.dense import CpuFlash, CudaEfficient, CudaFlash, Kernel
+from attn_dispatch.kernels.dense import CpuFlash, CudaEfficient, CudaFlash, DenseCall, Kernel
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.testing.allocations import allocated_peak
 from attn_dispatch.testing.cases import Case
@@ -26,10 +26,11 @@ SHAPES = ((2, 40, 3, 16), (1, 33, 2, 7))
 def test_cuda_ops_accept_the_calls(kernel: Kernel, shape: tuple[int, ...], is_causal: bool) -> None:
     """Arguments, padding and shapes only: a meta tensor holds no values."""
     q, k, v, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for _ in range(4))
-    out, lse = kernel.forward(q, k, v, is_causal, 0.5, None)
+    call = DenseCall(q, k, v, is_causal, 0.5)
+    out, lse = kernel.forward(call)
     assert tuple(out.shape) == shape
     assert tuple(lse.shape) == (shape[0], shape[2], shape[1])
-    grads = kernel.backward(grad, q, k, v, out, lse, is_causal, 0.5, None)
+    grads = kernel.backward(call, grad, out, lse)
     assert [tuple(x.shape) for x in grads] == [shape] * 3
 
 
@@ -38,9 +39,9 @@ def test_cuda_mask_is_expanded_and_aligned(mask_shape: tuple[int, ...]) -> None:
     shape = (2, 33, 3, 16)
     q, k, v, grad = (torch.empty(shape, dtype=torch.float16, device="meta") for _ in range(4))
     mask = torch.empty(mask_shape, device="meta")
-    kernel = CudaEfficient()
-    out, lse = kernel.forward(q, k, v, False, 0.5, mask)
-    grads = kernel.backward(grad, q, k, v, out, lse, False, 0.5, mask)
+    kernel, call = CudaEfficient(), DenseCall(q, k, v, False, 0.5, mask)
+    out, lse = kernel.forward(call)
+    grads = kernel.backward(call, grad, out, lse)
     assert [tuple(x.shape) for x in grads] == [shape] * 3
 
 
@@ -57,7 +58,7 @@ def test_efficient_backward_gets_contiguous_rows(monkeypatch: pytest.MonkeyPatch
     whole = torch.randn(1, 128, 8, 16)
     part = whole[:, 1::2, 1::2]
     lse = torch.randn(1, 128, 8)[:, 1::2, 1::2].transpose(1, 2)
-    CudaEfficient().backward(part, part, part, part, part, lse, False, 0.5, None)
+    CudaEfficient().backward(DenseCall(part, part, part, False, 0.5), part, part, lse)
     assert seen["lse"].is_contiguous()
     assert seen["out"].transpose(1, 2).is_contiguous()
     torch.testing.assert_close(seen["out"].transpose(1, 2), part, rtol=0, atol=0)
@@ -108,8 +109,9 @@ def test_cpu_rows_need_not_be_contiguous(tensor: str) -> None:
     kernel = CpuFlash()
 
     def results(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        out, lse = kernel.forward(x["q"], x["k"], x["v"], True, 0.3, None)
-        return [out, lse, *kernel.backward(x["grad"], x["q"], x["k"], x["v"], out, lse, True, 0.3, None)]
+        call = DenseCall(x["q"], x["k"], x["v"], True, 0.3)
+        out, lse = kernel.forward(call)
+        return [out, lse, *kernel.backward(call, x["grad"], out, lse)]
 
     for one, other in zip(results(given), results(turned)):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -120,12 +122,12 @@ def test_cpu_rows_without_keys_have_no_weight() -> None:
     q, k, v, grad = (torch.randn(1, 6, 1, 8) for _ in range(4))
     mask = torch.zeros(1, 1, 6, 6)
     mask[:, :, 2] = -math.inf
-    kernel = CpuFlash()
-    out, lse = kernel.forward(q, k, v, False, 0.3, mask)
+    kernel, call = CpuFlash(), DenseCall(q, k, v, False, 0.3, mask)
+    out, lse = kernel.forward(call)
     assert bool((out[:, 2] == 0).all())
     lse = lse.clone()
     lse[:, :, 2] = math.inf
-    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, False, 0.3, mask)
+    dq, dk, dv = kernel.backward(call, grad, out, lse)
     assert bool((dq[:, 2] == 0).all())
     assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from attn_dispatch import attend, process_state
 from attn_dispatch.backends import native
-from attn_dispatch.cli.commands import doctor
+from attn_dispatch.cli import machine
 from attn_dispatch.errors import BackendFailed, NoBackend
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library, run
 from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, _made_once, native_table_bytes, native_tables
 from attn_dispatch.kernels.native.tables import TILE
@@ -32,6 +33,8 @@ from attn_dispatch.tuning.oracle import Oracle
 from tests.support.calls import forget_native_library
 from tests.support.cases import gate
 from tests.support.pairwise import crossed
+
+NATIVE = registry.load("native")
 
 PRIVATE: Any = torch  #: for names that type checkers do not know
 
@@ -107,7 +110,7 @@ def test_more_than_one_block_of_keys(case: Case, dtype: torch.dtype, head_dim: i
     """Lengths above a tile and above a block of keys, which the small cases do not reach."""
     case = replace(case, shape=(*case.shape[:3], head_dim))
     expected = gate(case.problem(dtype, needs_grad=True))
-    assert expected.check(expected.run(native)).failures == ()
+    assert expected.check(expected.run(NATIVE)).failures == ()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_keys_that_are_fetched_a_block_ahead(pattern: Pattern, dtype: torch.dtyp
     problem = Case("", pattern, (1, 280, 2, 2056), kv_heads=1).problem(dtype, needs_grad=True)
     assert 2 * problem.k_len * problem.head_dim * dtype.itemsize > 2 << 20
     expected = gate(problem)
-    assert expected.check(expected.run(native)).failures == ()
+    assert expected.check(expected.run(NATIVE)).failures == ()
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -131,9 +134,9 @@ def test_threads_that_share_a_key_head(kv_heads: int) -> None:
         torch.float32, needs_grad=True
     )
     expected = Oracle.of(make(problem))
-    first = expected.run(native)
+    first = expected.run(NATIVE)
     assert expected.check(first).failures == ()
-    again = expected.run(native)
+    again = expected.run(NATIVE)
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -144,7 +147,7 @@ def test_growing_scores() -> None:
     k = torch.arange(1000.0).view(1, 1000, 1, 1).expand(1, 1000, 1, 16) / 64
     example = replace(make(problem), q=torch.ones(1, 70, 1, 16), k=k)
     expected = Oracle.of(example)
-    assert expected.check(expected.run(native)).failures == ()
+    assert expected.check(expected.run(NATIVE)).failures == ()
 
 
 def test_refusals() -> None:
@@ -266,7 +269,7 @@ def test_a_compiler_that_fails(copying_compiler: Path) -> None:
     assert attend(x, x, x).sum() == 8
     assert len(Path(f"{cxx}.log").read_text().splitlines()) == 1
     restarted()
-    _, report = doctor.examined()
+    report = machine.examined()
     (row,) = (each for each in report["backends"] if each["name"] == "native")
     assert (row["usable"], row["version"]) == (False, None)
     assert all(re.search(why, text) for text in (row["reason"], report["native"]))
@@ -286,7 +289,7 @@ def test_a_changed_default_dtype(dtype: torch.dtype) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        found = expected.run(native)
+        found = expected.run(NATIVE)
     finally:
         torch.set_default_dtype(before)
     assert expected.check(found).failures == ()
@@ -296,7 +299,7 @@ def test_a_changed_default_device() -> None:
     expected = gate(Case("", Dilated((17, 33), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
     _made_once.cache_clear()
     with torch.device("meta"):
-        found = expected.run(native)
+        found = expected.run(NATIVE)
     assert expected.check(found).failures == ()
     nowhere = torch.empty(1, 8, 3, 4, device="meta")
     with pytest.raises(TypeError, match="plain tensors"):
@@ -370,7 +373,7 @@ def test_a_failed_transform_leaves_no_state() -> None:
 
     with pytest.raises(RuntimeError):
         torch.func.grad(loss)(expected.example.q.detach())
-    assert expected.check(expected.run(native)).failures == ()
+    assert expected.check(expected.run(NATIVE)).failures == ()
 
 
 @pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
@@ -389,7 +392,7 @@ def test_hidden_tokens_may_hold_nan(dtype: torch.dtype) -> None:
         return x.detach().clone().masked_fill_(where[:, :, None, None], torch.nan).requires_grad_(x.requires_grad)
 
     poisoned = replace(example, q=spoilt(example.q, padding), k=spoilt(example.k, hidden), v=spoilt(example.v, hidden))
-    found = replace(expected, example=poisoned, grad=spoilt(grad, padding)).run(native)
+    found = replace(expected, example=poisoned, grad=spoilt(grad, padding)).run(NATIVE)
     assert expected.check(found).failures == ()
 
 
@@ -422,7 +425,7 @@ def test_large_scores_over_many_keys_in_bfloat16() -> None:
     q = torch.full((1, 16, 1, 16), 7.875).bfloat16()
     v = torch.randn(1, 20_000, 1, 16).bfloat16()
     expected = Oracle.of(replace(make(problem), q=q, k=q[:, :1].expand(1, 20_000, 1, 16), v=v))
-    assert expected.check(expected.run(native)).failures == ()
+    assert expected.check(expected.run(NATIVE)).failures == ()
 
 
 def test_the_library_is_compiled_by_a_launcher(copying_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from attn_dispatch import attend
 from attn_dispatch.backends import native
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import run
 from attn_dispatch.kernels.native.run import WorkUnits, work_units
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -17,6 +18,8 @@ from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
+
+NATIVE = registry.load("native")
 
 pytestmark = pytest.mark.usefixtures("three_threads")
 
@@ -62,14 +65,14 @@ FEW = {
 @pytest.mark.parametrize("name", FEW)
 def test_few_queries_are_exact(name: str, dtype: torch.dtype) -> None:
     expected = Oracle.of(make(FEW[name].problem(dtype, needs_grad=False)))
-    assert expected.check(expected.run(native)).failures == ()
+    assert expected.check(expected.run(NATIVE)).failures == ()
 
 
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
 @pytest.mark.parametrize("name", FEW)
 def test_specialized_calls_give_the_same_bits(name: str, return_lse: bool) -> None:
     problem = replace(FEW[name].problem(torch.bfloat16, needs_grad=False), return_lse=return_lse)
-    asked = optional.problem_of_specialized(native, problem)
+    asked = optional.problem_of_specialized(NATIVE, problem)
     assert (asked is None) == problem.masked
     if asked is not None:
         assert optional.specialized_failures(native, asked) == []
@@ -79,7 +82,7 @@ def test_specialized_calls_give_the_same_bits(name: str, return_lse: bool) -> No
 def test_gradients_are_those_of_the_shared_tiles(name: str) -> None:
     """The backward pass takes out and lse of a forward pass in splits."""
     expected = Oracle.of(make(FEW[name].problem(torch.float32, needs_grad=True)))
-    assert expected.check(expected.run(native)).failures == ()
+    assert expected.check(expected.run(NATIVE)).failures == ()
 
 
 @pytest.mark.parametrize(

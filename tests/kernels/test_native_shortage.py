@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import native
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.testing.cases import Case
@@ -52,6 +52,6 @@ def test_no_memory_for_the_kernel_is_an_error(needs_grad: bool, monkeypatch: pyt
                 return 1
 
     monkeypatch.setattr(library, "load", Short)
-    call = example.call(native)
+    call = example.call(registry.load("native"))
     with pytest.raises(MemoryError, match="no memory is left"):
         call()

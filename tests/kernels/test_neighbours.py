@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.backends import native
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import run
 from attn_dispatch.kernels.native.neighbours import VECTOR
 from attn_dispatch.kernels.native.steps import native_table_bytes, native_tables
@@ -23,6 +24,8 @@ from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import Case
 from tests.support.cases import gate
 from tests.support.pairwise import crossed
+
+NATIVE = registry.load("native")
 
 SHAPES = [
     Neighborhood((9, 13), (5, 3)),
@@ -104,14 +107,14 @@ def test_lists_fit_their_declared_bytes(pattern: Neighborhood, order: str) -> No
 @crossed(pattern=SHAPES, order=TOKEN_ORDERS, dtype=run.DTYPES)
 def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
     expected = gate(asked(pattern, dtype))
-    assert expected.check(expected.run(native, order)).failures == ()
+    assert expected.check(expected.run(NATIVE, order)).failures == ()
 
 
 @pytest.mark.parametrize("order", TOKEN_ORDERS)
 def test_masks_in_any_order(order: str) -> None:
     """Padding and masked keys go by position, not by place in the lists."""
     expected = gate(asked(SHAPES[1], torch.bfloat16, seq_lens=True, key_mask=True))
-    assert expected.check(expected.run(native, order)).failures == ()
+    assert expected.check(expected.run(NATIVE, order)).failures == ()
 
 
 @crossed(pattern=SHAPES, order=TOKEN_ORDERS, dtype=run.DTYPES)
@@ -119,7 +122,7 @@ def test_reordered_tokens(pattern: Neighborhood, order: str, dtype: torch.dtype)
     """Nothing is permuted: the lists hold rows of the tensors."""
     case = Case("", Reordered(pattern, order), (2, math.prod(pattern.grid), 4, 24), kv_heads=2)
     expected = gate(case.problem(dtype, needs_grad=True))
-    assert expected.check(expected.run(native)).failures == ()
+    assert expected.check(expected.run(NATIVE)).failures == ()
 
 
 def test_offered_orders() -> None:

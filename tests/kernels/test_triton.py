@@ -39,6 +39,8 @@ from tests.support.distributions import skip_without
 from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import thinned
 
+TRITON = registry.load("triton")
+
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
 LONGNET = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), is_causal=True)
 SIDES: tuple[Side, ...] = ("queries", "keys")
@@ -282,7 +284,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(refusal.code, refusal.text) for refusal in triton.refusals(CUDA)] == [
         ("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')")
     ]
-    assert registry.version_of(triton) is None
+    assert registry.version_of(TRITON) is None
 
 
 @pytest.mark.usefixtures("triton_interpreter")
@@ -333,7 +335,7 @@ def test_hidden_keys_are_never_read() -> None:
     q = example.q.detach().masked_fill(
         (torch.arange(40) >= example.masks["seq_lens"][:, None])[:, :, None, None], torch.nan
     )
-    found = replace(gate, example=replace(example, q=q.requires_grad_(), k=k, v=v)).run(triton)
+    found = replace(gate, example=replace(example, q=q.requires_grad_(), k=k, v=v)).run(TRITON)
     assert gate.check(found).failures == ()
 
 
@@ -343,7 +345,7 @@ def test_hidden_keys_are_never_read() -> None:
 def test_results_are_deterministic() -> None:
     problem = next(case for case in CASES if case.id == "longnet-short").problem(torch.float16, needs_grad=True)
     gate = Oracle.of(make(problem))
-    first, second = gate.run(triton), gate.run(triton)
+    first, second = gate.run(TRITON), gate.run(TRITON)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -353,7 +355,7 @@ def test_results_are_deterministic() -> None:
 def test_any_scale(scale: float) -> None:
     problem = Case("scaled", Dense(is_causal=True), (1, 20, 2, 16), scale=scale).problem(torch.float32, needs_grad=True)
     gate = Oracle.of(make(problem))
-    assert gate.check(gate.run(triton)).failures == ()
+    assert gate.check(gate.run(TRITON)).failures == ()
 
 
 @interpreted

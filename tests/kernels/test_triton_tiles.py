@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_dispatch.backends import triton_tiles
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.tiles import tables
 from attn_dispatch.kernels.tiles.estimates import most_pairs
@@ -213,13 +214,13 @@ def test_the_gate_detects_ignored_multiplicity(monkeypatch: pytest.MonkeyPatch) 
     case = next(case for case in CASES if case.id == "same-branch-twice")
     problem = case.problem(torch.float32, needs_grad=False)
     whole = Oracle.of(make(problem))
-    assert whole.check(whole.run(triton_tiles)).failures == ()
+    assert whole.check(whole.run(registry.load("triton_tiles"))).failures == ()
     lists = tile_lists_of(problem, "natural", 64)
     assert lists.masks is not None
     lists = replace(lists, masks=lists.masks.clamp(max=1))
     with monkeypatch.context() as patch:
         patch.setattr(triton_tiles, "tile_lists_of", lambda *_: lists)
-        assert whole.check(whole.run(triton_tiles)).failures != ()
+        assert whole.check(whole.run(registry.load("triton_tiles"))).failures != ()
 
 
 def test_invalid_arguments_of_run() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attn_dispatch.backends import triton
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton.blocks import BlockConfig
 from attn_dispatch.kernels.triton.launch_order import (
     L2Cache,
@@ -199,7 +200,7 @@ def small_blocks(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> I
 )
 def test_results_in_any_order(case: Case, order: str) -> None:
     expected = gate(case.problem(torch.float32, needs_grad=True))
-    assert expected.check(expected.run(triton, order)).failures == ()
+    assert expected.check(expected.run(registry.load("triton"), order)).failures == ()
 
 
 @interpreted

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from attn_dispatch import attend, explain, shard
 from attn_dispatch.decisions import decide as decisions
-from attn_dispatch.decisions.explanation import CandidateReport
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import Step
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.store.decision import Row
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
 from tests.support.ring_calls import nothing, part, tensors
@@ -83,7 +83,7 @@ def is_slow() -> None:
     time.sleep(0.3)
 
 
-def tried(fault: Callable[[], object], plant: Any = planted) -> tuple[str, dict[str, CandidateReport], bool]:
+def tried(fault: Callable[[], object], plant: Any = planted) -> tuple[str, dict[str, Row], bool]:
     """A job: the choice of a trial, its rows by order, and whether the result is right."""
     mesh = ring_ranks.group()
     with plant(fault):

@@ -7,7 +7,6 @@ import fcntl
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -256,25 +255,3 @@ def test_a_trial_runs_if_its_marker_cannot_be_written(
     assert crash_markers._own_markers == {}
     (text,) = warnings()
     assert text.startswith("a crash would not be recorded: ")
-
-
-def test_trials_of_many_threads(folder: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    barrier = threading.Barrier(8)
-
-    def trial(name: str) -> None:
-        for _ in range(5):
-            with crash_marker(folder, SILICON, name, "1", "x"):
-                barrier.wait(60)
-                assert len(markers(folder)) == 8
-                barrier.wait(60)
-
-    threads = [threading.Thread(target=trial, args=(f"made_up_{index}",)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not barrier.broken
-    assert markers(folder) == []
-    assert crash_markers._own_markers == {}
-    assert len(os.listdir("/proc/self/fd")) == before

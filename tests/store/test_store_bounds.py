@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.process_state import READ, forget
+from attn_dispatch.settings import NOWHERE
 from attn_dispatch.store import files, problem_files
-from attn_dispatch.store import folder as store
 from attn_dispatch.store.decision import Row, encode
 from attn_dispatch.store.folder import Store
+from attn_dispatch.store.passed import has_passed, is_confirmed, note_confirmed, note_passed
 from attn_dispatch.store.problem_files import note_missed
-from tests.support.entries import GROUP, KEY, OTHER, decision, files_in
+from tests.support.entries import GROUP, KEY, OTHER, chosen, decision, files_in
 from tests.support.fakes import SILICON
 
 SIZE = len(encode(decision()))
@@ -43,7 +45,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_MB", repr(count * SIZE / 1e6))
 
 
-# --- size -------------------------------------------------------------------------------------------------------------
+# --- size -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_decisions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,25 +55,6 @@ def test_the_least_recently_used_decisions_are_removed(tmp_path: Path, monkeypat
     written = Store(tmp_path).put(decision(key=OTHER))
     assert written is not None
     assert set(files_in(tmp_path)) == {paths[0], *paths[-7:], written}
-
-
-def test_a_new_decision_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_many(tmp_path, 3)
-    bound(monkeypatch, 0.5)
-    written = Store(tmp_path).put(decision(key=OTHER))
-    assert written is not None
-    assert files_in(tmp_path) == [written]
-
-
-def test_the_size_is_checked_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-    monkeypatch.setattr(files, "tidy", lambda *given, **named: checked.append(len(written)))
-    monkeypatch.setattr("os.fsync", lambda handle: None)
-    written: list[int] = []
-    for number in range(2 * store.PUTS_PER_CLEANUP + 1):
-        written.append(number)
-        Store(tmp_path).put(decision(key=f"{number:020x}"))
-    assert checked == [1, store.PUTS_PER_CLEANUP + 1, 2 * store.PUTS_PER_CLEANUP + 1]
 
 
 def test_a_file_that_is_used_during_a_clean_up_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,18 +81,7 @@ def test_an_invalid_limit_is_refused(tmp_path: Path, value: str, monkeypatch: py
     assert files_in(tmp_path) == []
 
 
-def test_a_read_updates_the_file_time_once_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path,) = plant_many(tmp_path, 1)
-    times = []
-    for _ in range(2):
-        assert Store(tmp_path).get(SILICON, path.parent.name, path.stem) is not None
-        times.append(path.stat().st_mtime_ns)
-        os.utime(path, (0, 1e9))
-    assert times[0] > 1.1e18
-    assert times[1] == 10**18
-
-
-# --- temporary files of killed writers --------------------------------------------------------------------------------
+# --- temporary files of killed writers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("age_s", "stays"), [(2 * 3600, False), (60, True), (-10 * DAY, True)])
@@ -123,7 +95,7 @@ def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     assert left.exists() == stays
 
 
-# --- clocks -----------------------------------------------------------------------------------------------------------
+# --- clocks ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_time_in_the_future_does_not_win_a_merge(tmp_path: Path) -> None:
@@ -138,7 +110,7 @@ def test_a_time_in_the_future_does_not_win_a_merge(tmp_path: Path) -> None:
     assert Store(tmp_path).get(SILICON, GROUP, KEY) == fresh
 
 
-# --- locks ------------------------------------------------------------------------------------------------------------
+# --- locks ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_held_lock_is_waited_for_briefly(
@@ -164,12 +136,6 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_folder_in_place_of_the_lock(tmp_path: Path) -> None:
-    folder = Store(tmp_path).path(SILICON, GROUP, KEY).parent
-    (folder / files.LOCK).mkdir(parents=True)
-    assert Store(tmp_path).put(decision()) is not None
-
-
 def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     path = Store(tmp_path).path(SILICON, GROUP, KEY)
     path.parent.mkdir(parents=True)
@@ -183,7 +149,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Call
     assert len(warnings()) == 2
 
 
-# --- problems that were missed ----------------------------------------------------------------------------------------
+# --- problems that were missed --------------------------------------------------------------------------------------
 
 
 def test_a_missed_problem_is_recorded_once_per_process(tmp_path: Path) -> None:
@@ -209,3 +175,40 @@ def test_the_older_half_of_the_misses_is_removed(tmp_path: Path) -> None:
     assert numbers == list(range(numbers[0], 1100))
     assert 0 < numbers[0] < 600
     assert files_in(tmp_path) == [path]
+
+
+# --- checks that were passed ----------------------------------------------------------------------------------------
+
+
+def test_a_passed_check_is_known_to_the_next_process(tmp_path: Path) -> None:
+    note_passed(tmp_path, SILICON, "a")
+    for _ in range(2):
+        assert has_passed(tmp_path, SILICON, "a")
+        assert not has_passed(tmp_path, SILICON, "b")
+        assert not has_passed(tmp_path, f"{SILICON}-other", "a")
+        forget(READ)
+    with pytest.raises(ValueError, match="not a fingerprint"):
+        has_passed(tmp_path, "../x", "a")
+
+
+def test_a_choice_is_confirmed_by_its_version_and_by_the_time_it_was_made(tmp_path: Path) -> None:
+    found = decision()
+    assert not is_confirmed(tmp_path, found)
+    note_confirmed(tmp_path, found, "1.2")
+    assert is_confirmed(tmp_path, found)
+    assert is_confirmed(tmp_path, found, "1.2")
+    assert not is_confirmed(tmp_path, found, "1.3")
+    others = ({"key": OTHER}, chosen("other"), {"created": "2025-01-02T00:00:00+00:00"})
+    assert not any(is_confirmed(tmp_path, decision(**changes)) for changes in others)
+
+
+def test_a_folder_that_takes_no_file(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    (tmp_path / "passed").write_text("")
+    for check in ("a", "b"):
+        note_passed(tmp_path, SILICON, check)
+        assert has_passed(tmp_path, SILICON, check)
+    (text,) = warnings()
+    assert text.startswith(f"passed checks are not remembered: {tmp_path / 'passed'} cannot be written (")
+    note_passed(NOWHERE, SILICON, "c")
+    assert has_passed(NOWHERE, SILICON, "c")
+    assert len(warnings()) == 1

@@ -8,14 +8,13 @@ from random import Random
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from attn_dispatch.store.decision import Decision, Drift, Row, canonical, decode, encode, from_elsewhere, to_plain
 from attn_dispatch.store.merge import merge
-from tests.support.entries import OTHER, decision
+from tests.support.entries import decision
 
 TIMES = tuple(f"2025-01-0{day}T00:00:00.000000+00:00" for day in (1, 2, 3))
 ABSENT = ("failed", "unsupported", "not_measured", "incorrect", "quarantined")
@@ -139,15 +138,6 @@ def test_rows_absent_from_the_later_decision_stay() -> None:
     assert next(each.median_ms for each in found.candidates if each.backend == "a") == 3.0
 
 
-def test_a_later_row_in_an_earlier_decision() -> None:
-    first = of(3, row("a", "chosen", 1, 1.0), row("b", "slower", 1, 2.0))
-    other = of(2, row("a", "chosen", 2, 4.0))
-    found = merge(first, other)
-    assert found.choice == "a"
-    assert statuses(found) == {"a": "chosen", "b": "tie"}
-    assert next(each.median_ms for each in found.candidates if each.backend == "a") == 4.0
-
-
 def test_statuses_within_one_decision_stay() -> None:
     """Paired samples resolve more than two intervals do."""
     fresh = of(2, row("b", "slower", 2, 1.01, ratio=1.01, reason="by a little"), row("a", "chosen", 2, 1.0))
@@ -167,29 +157,6 @@ def test_a_ruled_out_choice_returns_with_a_later_row() -> None:
     assert statuses(found) == {"a": "failed", "b": "slower", "c": "chosen"}
     again = merge(found, of(1, row("a", "chosen", 3, 1.5)))
     assert (again.choice, again.preferred) == ("a", None)
-
-
-def test_two_decisions_that_rule_out_each_others_choice() -> None:
-    a = of(2, row("a", "chosen", 1, 1.0), row("b", "failed", 2))
-    b = of(1, row("a", "failed", 2), row("b", "chosen", 1, 1.0))
-    assert (merge(a, b).choice, merge(b, a).choice) == ("", "")
-
-
-def test_the_latest_drift_of_the_latest_decision() -> None:
-    def drifted(day: int, seen: int) -> Decision:
-        drift = Drift(median_ms=2.0, low_ms=1.0, high_ms=3.0, samples=9, seen=TIMES[seen - 1])
-        return of(day, row("a", "chosen", 1, 1.0), drift=drift)
-
-    for pair in permutations([drifted(2, 2), drifted(2, 3)]):
-        found = merge(*pair).drift
-        assert found is not None
-        assert found.seen == TIMES[2]
-    assert merge(drifted(1, 3), of(2, row("a", "chosen", 1, 1.0))).drift is None
-
-
-def test_different_problems_do_not_merge() -> None:
-    with pytest.raises(ValueError, match="different problems"):
-        merge(decision(), decision(key=OTHER))
 
 
 def test_times_are_compared_as_times() -> None:
@@ -212,8 +179,3 @@ def test_a_later_import_replaces_nothing_that_was_measured_here() -> None:
         "b": (2.0, ""),
         "c": (0.6, "imported"),
     }
-
-
-def test_of_two_imports_the_later_one_wins() -> None:
-    early, late = (from_elsewhere(of(day, row("a", "chosen", day, float(day))), "imported") for day in (1, 2))
-    assert merge(early, late) == merge(late, early) == late

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import formula
-from attn_dispatch.kernels.contract import Refusal, Result
+from attn_dispatch.kernels.contract import Backend, Refusal, Result
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -28,7 +28,7 @@ FILLED = pytest.mark.skipif(
 
 
 @dataclass
-class Planted:
+class Planted(Backend):
     """A backend with one flaw. `compute` is called as `run` is."""
 
     compute: Callable[..., Result] = manual.run

@@ -48,14 +48,14 @@ class OrderedBackend(TimedBackend):
     offered: Callable[[Problem], Any] = lambda problem: ("hilbert", "natural")
     all_orders: tuple[str, ...] = ("residue",)
     wrong_in: str = ""
-    prepared: int = 0
+    preparations: int = 0
     forgotten: list[Problem] = field(default_factory=list[Problem])
 
     def orders(self, problem: Problem) -> Any:
         return self.offered(problem)
 
     def prepare(self) -> None:
-        self.prepared += 1
+        self.preparations += 1
 
     def forget(self, problem: Problem) -> None:
         self.forgotten.append(problem)

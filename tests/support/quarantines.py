@@ -56,7 +56,7 @@ def path_of_new(folder: Path, suffix: str) -> Path:
 def abandon(folder: Path, at: datetime, where: str = SILICON, **changes: Any) -> Path:
     """Leave the marker of a process that died in a trial begun at `at`."""
     values: dict[str, Any] = {"backend": "made_up", "version": "1", "title": "x", **changes}
-    trial = Trial(silicon=where, began=at.timestamp(), **values)
+    trial = Trial(began=at.timestamp(), **values)
     path = place_of(folder, where) / f"{secrets.token_hex(8)}.mark"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(files.encode_checked(trial))

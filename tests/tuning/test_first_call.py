@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.backends import manual as reference
-from attn_dispatch.decisions.explanation import CandidateReport, Explanation
+from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.dispatch import attend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.contract import Backend, Refusal
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision, Row
@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Builder:
+class Builder(Backend):
     """The reference, whose first call of a problem is declared as `first_s` and takes `sleep_s`; each call of
     `PROBLEM` takes `call_s`.
     """
@@ -119,10 +119,10 @@ class Once(Builder):
     """A builder with `prepare`."""
 
     prepare_s: float = 0.0
-    prepared: int = 0
+    preparations: int = 0
 
     def prepare(self) -> None:
-        self.prepared += 1
+        self.preparations += 1
         if self.prepare_s < 0:
             raise OSError("no compiler")
         CLOCK.sleep(self.prepare_s)
@@ -225,7 +225,7 @@ def test_prepare_is_not_in_the_budget(alone: Alone) -> None:
     first, last = Once("first", prepare_s=0.5), Once("last")
     alone(first, last)
     decision = measured(0.4)
-    assert (first.prepared, last.prepared) == (1, 1)
+    assert (first.preparations, last.preparations) == (1, 1)
     assert row(decision, "last").status in ("chosen", "slower", "tie")
     assert row(decision, "first").first_ms == pytest.approx(CALL_S * 1e3)
 
@@ -298,7 +298,7 @@ def test_peak_memory_excludes_compilation(alone: Alone, monkeypatch: pytest.Monk
 def test_one_time_work_does_not_count_for_the_rate(alone: Alone) -> None:
     """The next candidate is compared with later calls of the previous one: forty of those fit the budget."""
     first, other = Builder("first", first_s=15, sleep_s=0.3), Builder("other")
-    first.flops, other.flops = lambda problem: 1000, lambda problem: 40_000  # type: ignore[attr-defined]
+    first.flops, other.flops = lambda problem: 1000, lambda problem: 40_000
     alone(first, other)
     decision = measured(3.0)
     assert row(decision, "first").first_ms == pytest.approx(301)
@@ -362,17 +362,22 @@ def test_a_slow_first_call_is_shown(alone: Alone) -> None:
 )
 def test_the_verdict(first_ms: float | None, reason: str, verdict: str) -> None:
     """Shown if it is more than ten times the median."""
-    report = CandidateReport("b", "natural", "slower", reason, 1.0, 0.9, 1.1, first_ms=first_ms)
+    report = slower(reason, first_ms=first_ms)
     assert explained(report)[-1] == verdict
 
 
 @pytest.mark.parametrize(("rounds", "interval"), [(1, "1 sample"), (2, "900 us - 1.1 ms"), (None, "900 us - 1.1 ms")])
 def test_one_sample_is_no_interval(rounds: int | None, interval: str) -> None:
-    report = CandidateReport("b", "natural", "slower", "", 1.0, 0.9, 1.1, rounds=rounds)
+    report = slower("", rounds=rounds)
     assert explained(report)[3] == interval
 
 
-def explained(report: CandidateReport) -> list[str]:
+def slower(reason: str, **more: Any) -> Row:
+    more |= {"median_ms": 1.0, "low_ms": 0.9, "high_ms": 1.1}
+    return Row(backend="b", order="natural", status="slower", reason=reason, **more)
+
+
+def explained(report: Row) -> list[str]:
     plain = Explanation("b", "natural", "measured", "0", (), "problem", "device")
     return replace(plain, candidates=(report,)).rows()[0]
 

@@ -15,7 +15,7 @@ from attn_dispatch.backends import manual, sdpa
 from attn_dispatch.kernels import formula, registry
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.branches import run as branch_run
-from attn_dispatch.kernels.contract import Backend
+from attn_dispatch.kernels.contract import Backend, adapted
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
@@ -117,11 +117,7 @@ def test_manual_dropout() -> None:
 
 
 def wrong(run: Callable[..., object]) -> Backend:
-    backend = types.SimpleNamespace(
-        name="wrong", version=str, refusals=lambda problem: [], workspace_bytes=lambda problem: 0, run=run
-    )
-    assert isinstance(backend, Backend)
-    return backend
+    return adapted(types.SimpleNamespace(name="wrong", refusals=lambda problem: [], run=run))
 
 
 def failures(case: Case, run: Callable[..., object], dtype: torch.dtype = torch.float32) -> str:

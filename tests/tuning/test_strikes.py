@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from attn_dispatch import attend, explain, register
-from attn_dispatch.backends import manual
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
@@ -92,7 +91,7 @@ def test_memory_that_others_took(free: tuple[int, ...], lies: bool, monkeypatch:
     """The declared bytes must be free before and after two calls that fail."""
     readings: Iterator[int] = iter(free)
     backend = raising(MemoryError())
-    monkeypatch.setattr(registry, "backends", lambda: [backend, manual])
+    monkeypatch.setattr(registry, "backends", lambda: [backend, registry.load("manual")])
     monkeypatch.setattr("attn_dispatch.machine.memory.available_bytes", lambda device: next(readings, 1) << 30)
     attend(*qkv(32))
     assert [entry.kind for entry in quarantined().entries()] == ["memory"] * lies
@@ -149,7 +148,7 @@ def test_a_hang_excludes_at_once_and_a_second_for_an_hour(clock: Clock, monkeypa
             forget()
             attend(*qkv(32))
         (entry,) = quarantined().entries()
-        assert (entry.backend, entry.end) == ("planted", clock.now + hold)
+        assert (entry.backend, entry.until) == ("planted", clock.now + hold)
         clock.now += hold
         assert quarantined().entries() == []
 

@@ -10,11 +10,11 @@ import torch
 
 from attn_dispatch import Problem, attend, explain, profile, register
 from attn_dispatch.backends import manual
-from attn_dispatch.decisions.explanation import CandidateReport
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.store.decision import Row
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support import planted, processes
 from tests.support.calls import close, forget, formula, qkv
@@ -35,7 +35,7 @@ WRONG: dict[str, tuple[planted.Fault, dict[str, Any], str, str]] = {
 }
 
 
-def report(arguments: dict[str, Any]) -> CandidateReport:
+def report(arguments: dict[str, Any]) -> Row:
     found = explain(*inputs(arguments), **plain(arguments))
     return next(row for row in found.candidates if row.backend == "planted")
 
@@ -127,7 +127,7 @@ def test_two_deaths_quarantine_the_backend(fault: str, monkeypatch: pytest.Monke
 
 def test_the_last_resort_is_never_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
     """One backend must remain."""
-    monkeypatch.setattr(registry, "backends", lambda: [manual])
+    monkeypatch.setattr(registry, "backends", lambda: [registry.load("manual")])
     run: Callable[..., Any] = manual.run
     monkeypatch.setattr(
         manual, "run", lambda *args, **tensors: (run(*args, **tensors)[0] * 1.5, run(*args, **tensors)[1])

@@ -13,14 +13,39 @@ from attn_dispatch.cli import COMMANDS, main
 
 WIDTH = 120  #: characters of a line
 UNWRAPPED = "100000"  #: argparse's wrapping differs between Python versions; lines are wrapped here instead
+#: Options of every command, as `--help` describes them.
+COMMON = ("-h, --help show this help message and exit", "--json print JSON instead of tables")
 
 
 def page() -> str:
-    """`--help` of the command itself and of each of its commands."""
-    parts = [_block(help_of())]
-    for name in COMMANDS:
-        parts += [f"## attn-dispatch {name}", _block(help_of(name))]
+    """What `--help` says of each command; options that several share stand first, once."""
+    texts = {name: help_of(name) for name in COMMANDS}
+    head, shared = _problems(texts["explain"])
+    parts = ["## Options of problems", _block("\n".join([head, *shared]))]
+    for name, text in texts.items():
+        own = [block for block in text.split("\n\n")[1:] if not block.startswith(("problems:", "  --shape"))]
+        own = [_without(block, {*shared, *COMMON}) for block in own]
+        parts += [f"## attn-dispatch {name}", _block("\n\n".join(filter(None, own)))]
     return "\n\n".join(parts)
+
+
+def _problems(text: str) -> tuple[str, list[str]]:
+    """What is said of the options that describe problems, and these."""
+    blocks = text.split("\n\n")
+    at = next(at for at, block in enumerate(blocks) if block.startswith("problems:"))
+    return blocks[at].removeprefix("problems:\n").strip(), _entries(blocks[at + 1])
+
+
+def _entries(block: str) -> list[str]:
+    """Each option with the lines of its text."""
+    return re.split(r"\n(?=  \S)", block)
+
+
+def _without(block: str, shared: set[str]) -> str:
+    """A block of options without shared ones, as their texts differ in blanks only; empty where no other is left."""
+    known = {" ".join(entry.split()) for entry in shared}
+    left = [entry for entry in _entries(block) if " ".join(entry.split()) not in known]
+    return "" if left == ["options:"] else "\n".join(left)
 
 
 def help_of(*command: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.docs.results import load
 from tools.lib.common import RESULTS
-from tools.lib.tables import table
+from tools.lib.tables import markdown
 
 PROFILES = RESULTS.parent.parent / "profiles"
 #: By kind of pattern: what a user calls it, and its problems in tools/results/gpu/decisions.json.
@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16")  #: PyTorch's float16 kernels for CPUs are slow
 def gains() -> str:
     """By what a user has: the fastest, and its gain over PyTorch's SDPA, without and with a mask."""
     head = ("you have", "fastest on the CPUs", "faster than SDPA", "than SDPA with a dense mask", "on an H100")
-    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    rows: list[tuple[str, ...]] = []
     shipped = list(_shipped())
     for kind, (about, on_gpu) in KINDS.items():
         found = [each for each in shipped if each["problem"]["pattern"]["kind"] == kind]
@@ -49,7 +49,7 @@ def gains() -> str:
         "and neighbourhoods it needs a mask. One H100 was measured, for minutes; no other GPU. "
         "[All results](docs/results/README.md), each with its command."
     )
-    return f"{table(rows)}\n\n{note}"
+    return f"{markdown(head, rows)}\n\n{note}"
 
 
 def _shipped() -> Iterator[Any]:

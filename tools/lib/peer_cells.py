@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import explain, profile
+from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.machine.memory import available_bytes, peak_bytes
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib, one_line, titled
@@ -38,7 +39,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class Wrapped(Backend):
     """A peer's call as a backend, as far as the oracle and examples ask for one."""
 
     name: str

@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import BranchPlan, plan_of
-from attn_dispatch.kernels.contract import Refusal, refuse_pattern, refuse_sinks
+from attn_dispatch.kernels.contract import Backend, Refusal, refuse_pattern, refuse_sinks
 from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.limits import Limits
 from attn_dispatch.machine.environment import installed
@@ -192,8 +192,8 @@ class Variant(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Branched:
-    """The backend contract (see `contract.Backend`) for one or more dense kernels, in order of preference.
+class Branched(Backend):
+    """A backend of one or more dense kernels, in order of preference.
 
     Args:
         also: refusals that limits cannot express.
@@ -201,8 +201,11 @@ class Branched:
 
     name: str
     variants: tuple[Variant, ...]
-    version: Callable[[], str] = torch_version
+    library_version: Callable[[], str] = torch_version
     also: Callable[[Problem], list[Refusal]] = lambda problem: []
+
+    def version(self) -> str:
+        return self.library_version()
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         found = []
@@ -242,11 +245,9 @@ class Branched:
     ) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """One call of a kernel that can be specialized; None for other problems (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)
-        make = getattr(kernel, "specialized", None)
-        if make is None or plan.single is None or problem.scale <= 0 or any(x.stride(-1) != 1 for x in (q, k, v)):
+        if plan.single is None or problem.scale <= 0 or any(x.stride(-1) != 1 for x in (q, k, v)):
             return None
-        made: Callable[..., tuple[Tensor, Tensor]] = make(plan.single.is_causal, problem.scale, heads_first)
-        return made
+        return kernel.specialized(plan.single.is_causal, problem.scale, heads_first)
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
-from attn_dispatch.kernels.dense import Kernel, with_lse_column
+from attn_dispatch.kernels.dense import DenseCall, Kernel, with_lse_column
 from attn_dispatch.kernels.heads import kv_head_index
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import THREAD_BYTES, merge_, sum_dtype, with_positive_scale
@@ -52,7 +52,7 @@ def run(
     q, problem = with_positive_scale(q, problem)
     single = plan.single
     if single is not None and not problem.needs_grad and not masks:
-        out, lse = kernel.forward(q, k, v, single.is_causal, problem.scale, None)
+        out, lse = kernel.forward(DenseCall(q, k, v, single.is_causal, problem.scale))
         return _as(out, q.dtype), lse
     call = passes(problem, plan, kernel, masks, biases)
     if problem.needs_grad:
@@ -96,7 +96,7 @@ class BranchPasses:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = saved
         grad = torch.zeros_like(out) if grad is None else grad
-        if grad_lse is None or hasattr(self.kernel, "backward_of_both"):
+        if grad_lse is None or self.kernel.takes_grad_lse:
             return _backward(grad, grad_lse, q, k, v, out, lse, self)
         d = q.shape[-1]
         grad, q, k, v, out = with_lse_column(grad_lse.transpose(1, 2), grad, q, k, v, out)
@@ -125,7 +125,7 @@ def hidden_key_bias(
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: BranchPasses) -> tuple[Tensor, Tensor]:
     single = call.plan.single
     if single is not None and call.hidden is None:
-        out, lse = call.kernel.forward(q, k, v, single.is_causal, call.problem.scale, None)
+        out, lse = call.kernel.forward(DenseCall(q, k, v, single.is_causal, call.problem.scale))
         return _as(out, q.dtype), lse
     whole = len(call.plan.blocks) == 1 and call.plan.batch_step >= call.problem.batch
     if whole:
@@ -191,7 +191,7 @@ def _piece_forward(
     outs, lses = [], []
     for part in _folds(views):
         mask = _mask(part[3] if hidden is not None else None, call, piece)
-        out, lse = call.kernel.forward(part[0], part[1], part[2], piece.is_causal, call.problem.scale, mask)
+        out, lse = call.kernel.forward(DenseCall(part[0], part[1], part[2], piece.is_causal, call.problem.scale, mask))
         if mask is not None:
             lse = lse.masked_fill(~_seen(mask, call, piece), -math.inf)
         outs.append(out)
@@ -329,15 +329,12 @@ def _piece_backward(
 
 def _kernel_backward(
     q_side: list[Any], k: Tensor, v: Tensor, piece: Piece, call: BranchPasses, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One call of the kernel; `q_side` is grad, q, out and lse, and the gradient of lse or None."""
-    grad, q, out, lse, *rest = q_side
-    tail = q, k, v, out, lse, piece.is_causal, call.problem.scale, mask
-    if not rest or rest[0] is None:
-        return call.kernel.backward(grad, *tail)
-    kernel: Any = call.kernel
-    found: tuple[Tensor, Tensor, Tensor] = kernel.backward_of_both(grad, rest[0], *tail)
-    return found
+) -> tuple[Tensor, ...]:
+    """One call of the kernel; `q_side` is grad, q, out and lse, and the gradient of lse or nothing."""
+    grad, q, out, lse, *grad_lse = q_side
+    return call.kernel.backward(
+        DenseCall(q, k, v, piece.is_causal, call.problem.scale, mask), grad, out, lse, *grad_lse
+    )
 
 
 def _put(total: Tensor, part: Tensor, fresh: bool) -> None:

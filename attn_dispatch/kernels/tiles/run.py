@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
-from attn_dispatch.kernels.dense import Kernel, with_lse_column
+from attn_dispatch.kernels.dense import DenseCall, Kernel, with_lse_column
 from attn_dispatch.kernels.heads import kv_head_index, kv_heads_of
 from attn_dispatch.kernels.hidden import Hidden, padding_mask
 from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
@@ -151,7 +151,7 @@ def _forward_heads(
         def compute(chunk: _Chunk) -> None:
             queries = q.at(chunk.batch, chunk.group.queries, chunk.size)
             keys, values, mask = _keys(kv, heads, chunk, call)
-            part, stats = call.kernel.forward(queries, keys, values, False, call.problem.scale, mask)
+            part, stats = call.kernel.forward(DenseCall(queries, keys, values, False, call.problem.scale, mask))
             stats = stats.transpose(1, 2)
             if mask is not None and (call.hidden is not None or not table.covered):
                 stats = stats.masked_fill((mask == -math.inf).all(-1).transpose(1, 2), -math.inf)
@@ -210,7 +210,8 @@ def _backward_heads(
             if slope:
                 g, queries, keys, values, o = with_lse_column(slope[0], g, queries, keys, values, o)
             stats = stats.transpose(1, 2)
-            grads = call.kernel.backward(g, queries, keys, values, o, stats, False, call.problem.scale, mask)
+            dense = DenseCall(queries, keys, values, False, call.problem.scale, mask)
+            grads = call.kernel.backward(dense, g, o, stats)
             _put(into[0][chunk.batch], chunk.group, grads[0][..., :d])
             # In a fixed order, so that sums are the same in every run.
             with queue.in_order(chunk.number):
