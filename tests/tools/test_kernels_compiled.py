@@ -140,7 +140,7 @@ CLIFFS = {80: (80, "backward_kv", 64, "float32", "highest"), 90: (86, "backward_
 
 @compiled
 @pytest.mark.full
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.exhaustive), 90])
+@pytest.mark.parametrize("capability", [90])
 def test_preferred_blocks_as_they_are_compiled(capability: int, tmp_path: Path) -> None:
     """Nothing is spilled in a main loop, but where a GPU was faster so; 16-bit blocks fit as estimated."""
     wanted = [(capability, *each) for each in HALF] + [CLIFFS[capability]]
