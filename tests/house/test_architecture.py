@@ -299,7 +299,7 @@ def test_a_permutation_loads_no_more_than_it_needs() -> None:
 def test_what_every_process_asks_needs_no_psutil() -> None:
     """It takes longer to load than a decision to be read and taken."""
     *_, before, after, _ = loaded_on_the_way()
-    assert not {"psutil", "pynvml", "resource"} & (after - before)
+    assert not {"psutil", "pynvml"} & (after - before)
 
 
 def test_a_trial_does_not_load_the_compiler() -> None:
