@@ -304,12 +304,19 @@ def test_registered_twice() -> None:
     assert again._of_diffusers is before[2]._of_diffusers
 
 
-def test_copies_and_pickles(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_copies_and_pickles(asked: list[dict[str, Any]]) -> None:
     model, tensors = diffusion.wan()
     expected = using(model)(**tensors).sample
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(**tensors).sample, expected, rtol=0, atol=0)
     assert len(asked) == 3 * ASKED["wan"]
+
+
+@pytest.mark.full
+def test_unpickled_elsewhere(tmp_path: Path) -> None:
+    """Where nothing of this package was imported yet."""
+    model, _ = diffusion.wan()
+    using(model)
     (tmp_path / "processor").write_bytes(pickle.dumps(model.blocks[0].attn1.processor))
     elsewhere = (
         "import pickle, sys; processor = pickle.load(open(sys.argv[1], 'rb')); "
@@ -320,6 +327,7 @@ def test_copies_and_pickles(asked: list[dict[str, Any]], tmp_path: Path) -> None
     assert found.stdout.split() == ["attn_dispatch", "True"], found.stderr
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 def test_in_a_graph() -> None:
     model, tensors = diffusion.flux(num_layers=1)

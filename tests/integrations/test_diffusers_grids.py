@@ -254,6 +254,7 @@ def test_what_is_refused(ask: Any, says: str) -> None:
         ask()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 def test_in_a_graph() -> None:
     """A model that was compiled outside."""

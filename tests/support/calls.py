@@ -32,6 +32,11 @@ def qkv(length: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, T
     return q, k, v
 
 
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal values, the same in float64 as in narrower dtypes but for rounding."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
 def formula(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """out and lse in float64, for patterns in which every query sees a key."""
     counts = pattern.multiplicity(q.shape[1], k.shape[1], q.shape[2])
