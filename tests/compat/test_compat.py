@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from attn_dispatch import compat
+from attn_dispatch import Dense, compat
 from attn_dispatch.decisions.call import observing
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.problem import Problem
-from tests.support.calls import close, drawn
+from tests.support.calls import close, drawn, formula
 from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("short_trials")
@@ -24,13 +24,9 @@ pytestmark = pytest.mark.usefixtures("short_trials")
 
 def definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, added: Tensor | float = 0.0, cap: float = 0.0) -> Any:
     """out [q_len, heads, head_dim] and lse [heads, q_len] in float64 of one sequence; `seen` is [q_len, k_len]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("ihd,jhd->hij", q.double(), k) * q.shape[-1] ** -0.5
-    scores = cap * torch.tanh(scores / cap) if cap else scores
-    scores = (scores + added).masked_fill(~seen, -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)
-    return torch.einsum("hij,jhd->ihd", weights, v), scores.logsumexp(-1)
+    bias = (torch.zeros(seen.shape).double() + added).masked_fill(~seen, -math.inf)
+    out, lse = formula(q[None], k[None], v[None], Dense(), softcap=cap or None, bias=bias)
+    return out[0], lse[0]
 
 
 def distance(q_len: int, k_len: int) -> Tensor:

@@ -58,19 +58,6 @@ def test_stride_classes(tensor: Tensor, kind: str) -> None:
     assert class_of(tensor) == kind
 
 
-@pytest.mark.parametrize("kind", ["bnhd+gaps", "bhnd+gaps", "bnhd+gaps+unaligned", "dbnh+gaps+unaligned"])
-def test_gaps_lie_after_rows(kind: str) -> None:
-    made = randn((2, 3, 4, 8), kind, torch.float32, torch.device("cpu"), torch.Generator())
-    last = kind[3]
-    assert made.stride("bnhd".index(last)) == 1
-
-
-def test_values_lie_apart_where_rows_could_not_be_aligned() -> None:
-    made = randn((2, 3, 4, 8), "dbnh+gaps", torch.float32, torch.device("cpu"), torch.Generator())
-    assert min(made.stride()) == 4
-    assert class_of(made) == "dbnh+gaps"
-
-
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
 def test_a_sink_has_an_entry_for_each_head(layout: str) -> None:
     q = zeros(2, 3, 4, 8) if layout == "bnhd" else zeros(2, 4, 3, 8)

@@ -239,6 +239,16 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 @pytest.fixture
+def same_diffusers() -> Iterator[None]:
+    """set_attention_backend changes the default of the process, too."""
+    from tests.support.diffusion import registry
+
+    before = registry._active_backend
+    yield
+    registry._active_backend = before
+
+
+@pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The patterns that models of transformers asked attend() for: they may ignore an attention implementation."""
     integration: Any = importlib.import_module("attn_dispatch.integrations.transformers")
