@@ -16,6 +16,8 @@ from attn_dispatch.store.problem_files import read_record
 from tests.support.calls import forget
 from tests.support.small_transformers import decoder
 
+from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
+
 pytestmark = pytest.mark.usefixtures("little_time")
 
 PROMPT, NEW, LAYERS = 12, 30, 2
@@ -39,7 +41,7 @@ def test_record_profile_and_locked(
     ids = torch.randint(3, 99, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     model.set_attn_implementation("sdpa")
     expected = generated(model, ids), step(model, ids)
-    model.set_attn_implementation("attn_dispatch")
+    model.set_attn_implementation(integration.NAME)
     set_mode("predict")  # records without waiting for trials
     with record(path):
         assert torch.equal(generated(model, ids), expected[0])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
@@ -275,7 +275,6 @@ def test_memory_class(gib: float, name: int) -> None:
     assert f"-l2-{name}gib-" in hardware.silicon_of(replace(GPU, total_bytes=int(gib * GIB)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(model=st.text(max_size=80), total=st.integers(1, 1 << 42), mig=st.booleans())
 def test_silicon_is_a_short_slug(model: str, total: int, mig: bool) -> None:
     sets = ("amx_bf16", "amx_fp16", "avx2", "avx512", "avx512_bf16", "avx512_fp16")

@@ -7,7 +7,7 @@ from itertools import permutations, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -43,7 +43,6 @@ def test_every_small_grid(rank: int, largest: int) -> None:
 
 
 @given(st.one_of(st.tuples(*[st.integers(1, 300)] * 2), st.tuples(*[st.integers(1, 40)] * 3)))
-@settings(max_examples=40)
 def test_larger_grids(grid: Grid) -> None:
     assert faults(curve(grid), grid) == []
 

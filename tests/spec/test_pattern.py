@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
@@ -22,7 +22,6 @@ from tests.support.definition import KINDS, SPECS, Spec, dense, dilated, masks, 
 
 @pytest.mark.parametrize("specs", [dense(), windows(), dilated(), neighborhoods()], ids=list(KINDS))
 def test_multiplicity_is_the_definition(specs: st.SearchStrategy[Spec]) -> None:
-    @settings(max_examples=100)
     @given(specs)
     def holds(spec: Spec) -> None:
         found = spec.pattern.multiplicity(*spec.lengths)
@@ -32,7 +31,6 @@ def test_multiplicity_is_the_definition(specs: st.SearchStrategy[Spec]) -> None:
     holds()
 
 
-@settings(max_examples=80)
 @given(st.data(), SPECS)
 def test_masks_hide_keys_and_padding_queries(data: st.DataObject, spec: Spec) -> None:
     seq_lens, key_mask = data.draw(masks(spec))
@@ -55,7 +53,6 @@ def test_masks_hide_keys_and_padding_queries(data: st.DataObject, spec: Spec) ->
         assert found[row].tolist() == expected
 
 
-@settings(max_examples=60)
 @given(st.data(), SPECS)
 def test_positions_select_rows_and_columns(data: st.DataObject, spec: Spec) -> None:
     def some(size: int) -> list[int]:
@@ -73,7 +70,6 @@ def test_positions_with_a_key_mask() -> None:
     assert found.tolist() == [[[[0, 1, 1]]], [[[1, 1, 0]]]]
 
 
-@settings(max_examples=100)
 @given(SPECS)
 def test_simplify_keeps_the_multiplicity(spec: Spec) -> None:
     simple = spec.pattern.simplify(*spec.lengths)
@@ -172,7 +168,6 @@ def test_fields_are_plain_integers() -> None:
     assert [type(number) for number in numbers] == [int] * 6
 
 
-@settings(max_examples=60)
 @given(SPECS)
 def test_frozen_hashable_picklable(spec: Spec) -> None:
     pattern = spec.pattern

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import zeros
 
@@ -62,7 +62,6 @@ def problems(draw: st.DrawFn) -> Problem:
     return replace(found, ranks=draw(st.integers(1, 9)))
 
 
-@settings(max_examples=100)
 @given(problems())
 def test_json_and_back(given_problem: Problem) -> None:
     found = Problem.from_dict(json.loads(json.dumps(given_problem.to_dict(), allow_nan=False)))
@@ -193,7 +192,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100)
 @given(st.sampled_from(sorted(PROBLEM.to_dict())), JSON)
 def test_any_value_in_any_field(name: str, value: Any) -> None:
     plain = PROBLEM.to_dict() | {name: value}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, zeros
 
@@ -30,7 +30,6 @@ def class_of(tensor: Tensor) -> str:
     return stride_class(tuple(tensor.shape), tensor.stride(), tensor.dtype.itemsize)
 
 
-@settings(max_examples=100)
 @given(views())
 def test_randn_has_the_requested_stride_class(view: Tensor) -> None:
     kind = class_of(view)
