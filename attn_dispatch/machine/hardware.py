@@ -90,7 +90,7 @@ class Gpu:
 
     index: int
     name: str
-    uuid: str
+    uuid: str | None
     capability: tuple[int, int]
     sm_count: int
     l2_bytes: int | None

@@ -58,19 +58,19 @@ LINES = {
     "compat": 550,
     "decisions": 3025,
     "entry": 130,
-    "integrations": 1450,
+    "integrations": 1420,
     "kernels": 10400,
     "learning": 1000,
-    "machine": 1320,
-    "nn": 1700,
+    "machine": 1260,
+    "nn": 1670,
     "profiles": 10,
     "ring": 4650,
-    "spec": 2325,
+    "spec": 2320,
     "store": 2600,
     "testing": 1000,
     "tuning": 4560,
 }
-BESIDE = {"tests": 44700, "tools": 13350}  #: the same for the folders beside the package
+BESIDE = {"tests": 44100, "tools": 13350}  #: the same for the folders beside the package
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
@@ -130,6 +130,7 @@ def files(folder: Path, suffixes: Container[str] = (".py",)) -> Iterator[Path]:
 MODULES = modules()
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """The modules under attn_dispatch that a file imports, at its top, in functions and for type checkers."""
     found: set[str] = set()
@@ -310,13 +311,10 @@ def test_a_trial_does_not_load_the_compiler() -> None:
 
 
 def test_the_package_alone_loads_nothing() -> None:
-    (loaded,) = loaded_by("import attn_dispatch")
+    """Nor do modules of nn need an import of their own."""
+    loaded, _ = loaded_by("import attn_dispatch", "attn_dispatch.nn.torchscale, attn_dispatch.nn.fkodom")
     assert {name for name in loaded if name.startswith("attn_dispatch.")} == set()
     assert not loaded & {"torch", "msgspec", "rich", "numpy"}
-
-
-def test_modules_of_nn_need_no_import_of_their_own() -> None:
-    loaded_by("import attn_dispatch\nattn_dispatch.nn.torchscale, attn_dispatch.nn.fkodom")
 
 
 def test_attend_loads_no_more_than_it_needs() -> None:

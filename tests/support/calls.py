@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attn_dispatch import counters, process_state
 from attn_dispatch.backends import manual
@@ -54,7 +55,8 @@ def formula(
         scores = scores - alibi_slopes.double().view(-1, heads, 1, 1) * distance
     counts = pattern.multiplicity(q_len, k_len, heads).double()
     counts = counts if seen is None else counts * seen[:, None, None]
-    most = scores.detach().masked_fill(counts == 0, -math.inf).amax(-1, keepdim=True)
+    seen_scores = scores.detach().masked_fill(counts == 0, -math.inf)
+    most = functional.pad(seen_scores, (0, 1), value=-math.inf).amax(-1, keepdim=True)  # there may be no keys
     most = most.masked_fill(most == -math.inf, 0.0)
     weights = counts * (scores - most).masked_fill(counts == 0, 0.0).exp()
     total = weights.sum(-1, keepdim=True)
