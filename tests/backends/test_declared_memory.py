@@ -135,7 +135,7 @@ TILED: dict[str, Callable[[int], Case]] = {
     "space": lambda n: grid_case("space", Neighborhood(grid_of(n, 3), (5, 5, 5)), 8, 64),
     "space-masked": lambda n: grid_case("space-masked", Neighborhood(grid_of(n, 3), (7, 3, 5)), 4, 128, key_mask=True),
 }
-TILED_TOKENS = (512, 4096, 16384)
+TILED_TOKENS = (512, 4096)
 
 
 def tiled_problem(name: str, tokens: int, dtype: torch.dtype, direction: str) -> Problem:
@@ -150,8 +150,6 @@ def has_tiled_row(name: str, tokens: int, dtype: torch.dtype, direction: str, or
 
 
 def tiled_marks(name: str, tokens: int, dtype: torch.dtype, direction: str) -> list[pytest.MarkDecorator]:
-    if tokens == TILED_TOKENS[-1]:
-        return [pytest.mark.exhaustive]
     short = tokens == TILED_TOKENS[0] or (tokens == MOST_DENSE and name in ("window", "rows"))
     return [] if short and (dtype, direction) == (torch.bfloat16, "backward") else [pytest.mark.full]
 
