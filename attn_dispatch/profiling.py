@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch import dispatch
+from attn_dispatch.calls import routes
 from attn_dispatch.decisions import decide, look_up, trial_limits, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine import load
-from attn_dispatch.machine.child import reused
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
@@ -88,7 +87,7 @@ def profile(
     shares = _checked_weights(weights, len(problem_list))
     end = None if budget_s is None else time.monotonic() + budget_s
     found: Explanations = {}
-    with reused(), _bar(len(problem_list), progress) as advance:
+    with _bar(len(problem_list), progress) as advance:
         for index, share in _largest_first(range(len(problem_list)), shares):
             problem = problem_list[index]
             found[index] = _measure_problem(_measured_for(problem), _share_of(end, share), force)
@@ -161,7 +160,7 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
     decision = trial_limits.measure(request, share_s, **look_up.as_prior(stored))
     if decision is None:
         return decide.explain_problem(problem)
-    dispatch.adopt(problem, decision)
+    routes.adopt(problem, decision)
     accepted = decision.attempts >= look_up.MOST_ATTEMPTS
     if _is_open(decision, budget_ms) and not accepted and load.is_calm():  # what disturbed it is over
         changed = () if stored is None else stored.changed  # only what was measured
@@ -169,7 +168,7 @@ def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool
         # With the same budget: less of it would leave out what now has a time.
         second = trial_limits.measure(request, share_s, **look_up.as_prior(again))
         if second is not None:
-            dispatch.adopt(problem, second)
+            routes.adopt(problem, second)
             decision = second
     return Explanation.of(decision)
 

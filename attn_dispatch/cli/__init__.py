@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     arguments = list(sys.argv[1:] if argv is None else argv)
     named = next((word for word in arguments if word in COMMANDS), None)
+    if arguments == ["--version"]:  # alone: reading the package's metadata takes longer than parsing all arguments
+        print(import_module("importlib.metadata").version("attn-dispatch"))
+        return 0
     args = _parser(named).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # may lack a character of a name, or of a path's bytes
         codecs.register_error("escaped", _escaped)
@@ -70,7 +73,7 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(
@@ -83,25 +86,6 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
             module.configure(command)
             command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
-
-
-class _Version(argparse.Action):
-    """Reads the package's metadata only for --version: that takes longer than parsing all arguments."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="print the version and exit")
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        from importlib.metadata import version
-
-        print(version("attn-dispatch"))
-        parser.exit()
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:

@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.cli import limited
 from attn_dispatch.decisions.decide import explain_problem
@@ -24,7 +24,6 @@ from attn_dispatch.tuning.candidates import Candidate, Request, work
 from attn_dispatch.tuning.example import example_bytes
 
 RESOLUTION = 8  #: the search ends where the first length that failed is within 1 / 8 of the longest that ran
-LEAP = 4  #: factor from one length to the next, while that is far below the estimate; else 2
 START_S = 600.0  #: seconds in which a process loads torch and compiles what its backend needs
 FILL_BYTES_PER_S = 5e7  #: random numbers that a process draws at least
 FAILURES = 3  #: failures for another reason than memory and time after which nothing shorter is tried
@@ -45,6 +44,15 @@ class Tried:
     seconds: float | None = None
     peak_bytes: int | None = None
     above_bytes: int | None = None
+
+
+class _Ready(NamedTuple):
+    """What would run. `needed`: bytes of q, k, v, out and all gradients; `declared`: the workspace included."""
+
+    problem: Problem
+    candidate: Candidate
+    needed: int
+    declared: int
 
 
 @dataclass
@@ -100,40 +108,55 @@ class Search:
     def run(self) -> None:
         """Find the longest length of `start` to `most`; below `start` only where that does not run."""
         self.estimate = find_longest(self._fits, self.start, self.most)
-        find_longest(self._runs, self.start, self.most, self._leap)
+        find_longest(self._runs, self.start, self.most)
         self.complete = True
-
-    def _leap(self, tokens: int) -> int:
-        return LEAP if self.estimate is not None and 2 * LEAP * tokens <= self.estimate else 2
 
     def _runs(self, tokens: int) -> bool:
         # A backend that fails whatever the length is not tried at twenty; one that refuses two alike refuses all.
         failures = sum(each.status in ("failed", "died") for each in self.tried)
         refusals = [each.reason for each in self.tried if each.status == "refused"]
         hopeless = failures >= FAILURES or len(refusals) != len(set(refusals))
-        return not (hopeless and self.longest is None) and self._try(tokens).status == "ran"
+        if hopeless and self.longest is None:
+            return False
+        found = self._tried(tokens)
+        self.tried.append(found)
+        self.report(found)
+        return found.status == "ran"
 
     def _fits(self, tokens: int) -> bool:
+        found = self._ready(tokens)
+        return isinstance(found, _Ready) and found.declared <= self.memory_bytes
+
+    def _ready(self, tokens: int) -> _Ready | Tried:
+        """What would run at a length, or why nothing does."""
         try:
             problem = self.problem_at(tokens)
-        except InvalidInput:
-            return False
-        if _tensor_bytes(problem) > self.memory_bytes:
-            return False  # before the backends are asked, which takes long for very long sequences
-        found = self._candidate(problem)
-        declared = _declared(found, problem) if isinstance(found, Candidate) else found
-        return isinstance(declared, int) and declared <= self.memory_bytes
+        except InvalidInput as error:
+            return Tried(tokens, self.backend or "", "refused", one_line(error))
+        needed = example_bytes(problem) + problem.result_bytes
+        if needed > self.memory_bytes:  # before the backends are asked, which takes long for very long sequences
+            what = "q, k, v, out and gradients" if problem.needs_grad else "q, k, v and out"
+            text = f"by estimate, not tried: {what} take {gib(needed)}, the limit is {gib(self.memory_bytes)}"
+            return Tried(problem.q_len, self.backend or "", "memory", text)
+        candidate = self._candidate(problem)
+        if isinstance(candidate, Tried):
+            return candidate
+        try:
+            declared = needed + operator.index(candidate.backend.workspace_bytes(problem))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, which is its row's reason
+            return Tried(problem.q_len, candidate.name, "failed", f"workspace_bytes: {one_line(error)}")
+        return _Ready(problem, candidate, needed, declared)
 
     def _candidate(self, problem: Problem) -> Candidate | Tried:
         """The candidate that would run, or why none does."""
-        name, order, reasons = self.backend, None, ""
+        name, order = self.backend, None
         if name is None:
             explained = explain_problem(problem)
             name, order = explained.choice, explained.order
             self.guessed = self.guessed or (explained.source == "heuristic" and measures())
-            reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
             if name is None:
                 why = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
+                reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
                 return Tried(problem.q_len, "", why, "no backend can run it", reasons)
         try:
             found, _ = forced_candidates(Request.of(problem), name, order)
@@ -144,44 +167,24 @@ class Search:
             return found[0]
         return Tried(problem.q_len, name, "memory" if row.status == "over_memory" else "refused", row.reason)
 
-    def _try(self, tokens: int) -> Tried:
-        found = self._tried(tokens)
-        self.tried.append(found)
-        self.report(found)
-        return found
-
     def _tried(self, tokens: int) -> Tried:
-        try:
-            problem = self.problem_at(tokens)
-        except InvalidInput as error:
-            return Tried(tokens, self.backend or "", "refused", one_line(error))
-        needed = _tensor_bytes(problem)
-        if needed > self.memory_bytes:
-            what = "q, k, v, out and gradients" if problem.needs_grad else "q, k, v and out"
-            text = f"by estimate, not tried: {what} take {gib(needed)}, the limit is {gib(self.memory_bytes)}"
-            return Tried(problem.q_len, self.backend or "", "memory", text)
-        candidate = self._candidate(problem)
-        if isinstance(candidate, Tried):
-            return candidate
-        declared = _declared(candidate, problem)
-        if isinstance(declared, Tried):
-            return declared
+        ready = self._ready(tokens)
+        if isinstance(ready, Tried):
+            return ready
+        problem, candidate = ready.problem, ready.candidate
         operations = work(candidate, problem)
         if candidate.name in self._rate and (expected := operations / self._rate[candidate.name]) > self.max_seconds:
             text = f"by estimate, not tried: would take {expected:.3g} s, the limit is {self.max_seconds:g} s"
             return Tried(problem.q_len, candidate.name, "time", text)
         self.report(f"{problem.q_len:,} tokens with {candidate.title}")
-        found = self._alone(candidate, problem, needed, declared)
+        args = (os.getpid(), problem, self._warm(candidate, problem), candidate.name, candidate.order,
+                self.memory_bytes, ready.declared, self.max_seconds)  # fmt: skip
+        limit_s = 2 * self.max_seconds + START_S / 10 + ready.needed / FILL_BYTES_PER_S
+        outcome = run_alone(limited.__name__, "run_limited", args, start_s=START_S, limit_s=limit_s)
+        found = Tried(problem.q_len, candidate.name, **_told(outcome, self.max_seconds))
         if found.seconds:
             self._rate[candidate.name] = operations / found.seconds
         return found
-
-    def _alone(self, candidate: Candidate, problem: Problem, needed: int, declared: int) -> Tried:
-        args = (os.getpid(), problem, self._warm(candidate, problem), candidate.name, candidate.order,
-                self.memory_bytes, declared, self.max_seconds)  # fmt: skip
-        limit_s = 2 * self.max_seconds + START_S / 10 + needed / FILL_BYTES_PER_S
-        outcome = run_alone(limited.__name__, "run_limited", args, start_s=START_S, limit_s=limit_s)
-        return Tried(problem.q_len, candidate.name, **_told(outcome, self.max_seconds))
 
     def _warm(self, candidate: Candidate, problem: Problem) -> Problem | None:
         """A shorter problem that the candidate can run too: no limit holds yet."""
@@ -193,19 +196,6 @@ class Search:
             return None
         found, _ = forced_candidates(Request.of(short), candidate.name, candidate.order)
         return short if found[0].row is None else None
-
-
-def _declared(candidate: Candidate, problem: Problem) -> int | Tried:
-    """The bytes that the backend declares, with those of the tensors."""
-    try:
-        return _tensor_bytes(problem) + operator.index(candidate.backend.workspace_bytes(problem))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, which is its row's reason
-        return Tried(problem.q_len, candidate.name, "failed", f"workspace_bytes: {one_line(error)}")
-
-
-def _tensor_bytes(problem: Problem) -> int:
-    """Bytes of q, k, v, out and, where they are needed, all their gradients."""
-    return example_bytes(problem) + problem.result_bytes
 
 
 def _told(outcome: Outcome, max_seconds: float) -> dict[str, Any]:
@@ -224,13 +214,11 @@ def _told(outcome: Outcome, max_seconds: float) -> dict[str, Any]:
     return {"status": "died" if outcome.begun else "failed", "reason": f"its process ended{when}, code {outcome.code}"}
 
 
-def find_longest(
-    runs: Callable[[int], bool], start: int, most: int, leap: Callable[[int], int] = lambda _: 2
-) -> int | None:
+def find_longest(runs: Callable[[int], bool], start: int, most: int) -> int | None:
     """The longest length that runs, to 1 / `RESOLUTION` of it; None where none does.
 
-    Upward from `start` by `leap` to the first that does not run, then halves the distance. Where `start` does not run,
-    first downward by halves. Lengths above the first that does not run are not tried.
+    Doubles from `start` to the first that does not run, then halves the distance. Where `start` does not run, first
+    downward by halves. Lengths above the first that does not run are not tried.
     """
     good, bad = start, None
     while not runs(good):
@@ -238,9 +226,9 @@ def find_longest(
             return None
         good, bad = good // 2, good
     while bad is None and good < most:
-        longer = min(good * leap(good), most)
+        longer = min(2 * good, most)
         good, bad = (longer, None) if runs(longer) else (good, longer)
     while bad is not None and bad - good > max(1, good // RESOLUTION):
-        middle = (good + bad) // 2 if bad <= 2 * good else 2 * good
+        middle = (good + bad) // 2
         good, bad = (middle, bad) if runs(middle) else (good, middle)
     return good

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,21 +26,9 @@ DTYPES = {
 SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
 SWITCH: dict[str, tuple[bool, ...]] = {"yes": (True,), "no": (False,), "both": (False, True)}
 OPTIONS = (
-    "shape",
-    "lengths",
-    "segments",
-    "dilations",
-    "grid",
-    "window",
-    "edges",
-    "stride",
-    "causal",
-    "dtype",
-    "backward",
+    *("shape", "lengths", "segments", "dilations", "grid", "window", "edges", "stride"),
+    *("causal", "dtype", "backward"),
 )
-EDGES = ("clip", "shift")
-EDGES_HELP = "'clip' cuts windows at the border, as by default; 'shift' moves them inside, as NATTEN does"
-STRIDE_HELP = "consecutive queries of an axis that share one window, one number or one per axis; needs --edges shift"
 
 
 class Shape(NamedTuple):
@@ -62,29 +50,36 @@ def add_options(parser: argparse.ArgumentParser, about: str = "") -> None:
     Args:
         about: more for `--help`.
     """
-    text = "A number may end in k or M: 32k is 32768, 1M is 1048576. Lists give every combination."
+    text = "32k is 32768, 1M is 1048576. Lists give every combination."
     shapes = parser.add_argument_group("problems", f"{text} {about}".rstrip())
     add = shapes.add_argument
     add("--shape", metavar="B,N,H,D", type=shape, action="append",
         help="batch, length, heads, head_dim of q; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
     add("--lengths", metavar="A:B", type=lengths,
-        help="lengths from A, doubling, up to B, or a list A,B,..; "
-        "they replace the N of each shape, or of 1,N,8,64; with --grid, the grid is scaled to about these numbers of "
-        "tokens")  # fmt: skip
+        help="lengths from A, doubling, up to B, or a list A,B,.., in place of the N of each shape, or of 1,N,8,64; "
+        "with --grid, it is scaled to about so many tokens")  # fmt: skip
+    add_patterns(add)
+    _add_switch(shapes, "--causal", "mask the keys after each query")
+    add("--dtype", metavar="T,..", type=dtypes,
+        help="float16, bfloat16, float32, float64, or f16, bf16, f32, f64; by default float32 on a CPU, else what "
+        "'attn-dispatch doctor' advises")  # fmt: skip
+    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
+    _add_switch(shapes, "--backward", "time forward and backward together")
+
+
+def add_patterns(add: Callable[..., object]) -> None:
+    """Add the options that describe a pattern, by a parser's `add_argument`."""
     add("--segments", metavar="W,..", type=counts, help="dilated attention: tokens per segment of each branch")
     add("--dilations", metavar="R,..", type=counts, help="dilated attention: dilation rate of each branch")
-    add("--grid", metavar="H,W", type=counts, help="neighborhood attention: tokens per axis, 1 to 3 axes; sets N")
+    add("--grid", metavar="H,W", type=counts,
+        help="neighborhood attention: tokens per axis, 1 to 3 axes; sets the length")  # fmt: skip
     add("--window", metavar="W,..", type=window,
         help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
         "window, 'none' for no limit; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
-    add("--edges", choices=EDGES, help=f"with --grid: {EDGES_HELP}")
-    add("--stride", metavar="S,..", type=counts, help=f"with --grid: {STRIDE_HELP}")
-    _add_switch(shapes, "--causal", "mask the keys after each query")
-    add("--dtype", metavar="T,..", type=dtypes,
-        help="float16, bfloat16, float32, float64 (short: f16, bf16, f32, f64); by default float32 on a CPU "
-        "and the dtype that 'attn-dispatch doctor' advises on a GPU")  # fmt: skip
-    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
-    _add_switch(shapes, "--backward", "time forward and backward together")
+    edges = "with --grid: 'clip' cuts windows at the border (default); 'shift' moves them inside, as NATTEN does"
+    add("--edges", choices=("clip", "shift"), help=edges)
+    add("--stride", metavar="S,..", type=counts,
+        help="with --edges shift: consecutive queries that share one window, one number or one per axis")  # fmt: skip
 
 
 def given(args: argparse.Namespace) -> list[str]:

@@ -6,9 +6,8 @@ from itertools import groupby
 from pathlib import Path
 
 from attn_dispatch.cli import stored
-from attn_dispatch.cli.tables import KEY_DIGITS, print_json
+from attn_dispatch.cli.tables import KEY_DIGITS, Table, print_json
 from attn_dispatch.learning.regret import GroupRegret, leave_one_out, total
-from attn_dispatch.text import align
 
 HEAD = ("problems", "predicted", "not predicted", "mean", "p95", "worst", "worst key", "within 2 %", "mean confidence")
 LEFT = {0, 6}
@@ -43,7 +42,7 @@ def run(folder: Path, as_json: bool) -> int:
 
 def table(groups: list[GroupRegret]) -> list[str]:
     """Times of the learned choices beyond the fastest measured candidate, in per cent of its time."""
-    return align([list(HEAD), *map(_cells, groups)], LEFT)
+    return Table(HEAD, list(map(_cells, groups)), LEFT).lines()
 
 
 def _cells(group: GroupRegret) -> list[str]:
@@ -57,10 +56,8 @@ def _cells(group: GroupRegret) -> list[str]:
 
 
 def _remarks(groups: list[GroupRegret], whole: GroupRegret) -> list[str]:
-    if not whole.count:
-        return [NOTHING]
     few = sum(group.count < ENOUGH for group in groups)
-    lines = ["each decision predicted from the others of its group"]
-    if few:
+    lines = ["each decision predicted from the others of its group"] if whole.count else [NOTHING]
+    if few and whole.count:
         lines.append(f"too little evidence in {few} of {len(groups)} groups: fewer than {ENOUGH} predictions")
     return lines

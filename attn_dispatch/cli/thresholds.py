@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from attn_dispatch.cli import stored
 from attn_dispatch.cli.plots import curve
-from attn_dispatch.cli.tables import print_json
+from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS, Threshold, by_length, threshold_of
-from attn_dispatch.store.decision import Decision
-from attn_dispatch.store.folder import Store
-from attn_dispatch.text import align, printable
+from attn_dispatch.text import printable
 
 HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
 LEFT = {0, 1, 3, 4, 7}
@@ -39,13 +37,6 @@ def run(folder: Path, as_json: bool) -> int:
     return 0
 
 
-def of_groups(folder: Path, groups: Iterable[tuple[str, str]]) -> list[SpeedupSeries]:
-    """The series of some groups, given as (silicon, group)."""
-    store = Store(folder)
-    decisions: list[Decision] = [each for address in dict.fromkeys(groups) for each in store.group(*address)]
-    return all_series(decisions)
-
-
 def lines(found: Sequence[SpeedupSeries]) -> list[str]:
     """A table for each silicon, followed by a plot for each threshold."""
     if not found:
@@ -53,11 +44,16 @@ def lines(found: Sequence[SpeedupSeries]) -> list[str]:
     printed: list[str] = []
     for silicon, members in groupby(sorted(found, key=sort_key), key=lambda series: series.silicon):
         pairs = [(series, threshold_of(series)) for series in members]
-        printed += [f"silicon   {silicon}", ""]
-        printed += [*align([list(HEAD), *(cells(*pair) for pair in pairs)], LEFT), ""]
+        printed += [f"silicon   {silicon}", "", *table(pairs).lines(), ""]
         for series, threshold in pairs:
             printed += [] if threshold is None else [*_plot(series, threshold), ""]
     return [*printed, *EXPLAINED]
+
+
+def table(pairs: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Table:
+    """Each series, and the length from which its order pays."""
+    caption = "Token orders, and the length from which each pays"
+    return Table(HEAD, [_cells(*pair) for pair in pairs], LEFT, caption, NOTHING)
 
 
 def to_dicts(found: Sequence[SpeedupSeries]) -> list[dict[str, Any]]:
@@ -100,8 +96,7 @@ def to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any
     }
 
 
-def cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:
-    """The cells of a series under `HEAD`."""
+def _cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:
     lengths = by_length(series.speedups)
     longest = f"{lengths[-1].factor:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
     return [*_name(series), str(len(lengths)), longest, threshold_text(threshold)]

@@ -6,17 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from attn_dispatch.errors import AttnDispatchError
 from attn_dispatch.store import files
 
 NO_DECISIONS = ("quarantine", "native", "blocks", "passed")  #: folders at the top of a cache folder
 MAX_BYTES = 1 << 30  #: of one file; files of decisions are smaller
 
 
-class Unreachable(Exception):
+class Unreachable(AttnDispatchError):
     """A file or URL cannot be read or written; the message says why."""
 
 
@@ -71,7 +72,7 @@ def write(name: str, content: bytes) -> None:
     Raises:
         Unreachable: it cannot be written.
     """
-    with _unreachable():
+    with _unreachable(f"{name} cannot be written: "):
         if is_url(name):
             with _open(name, "wb") as file:
                 file.write(content)
@@ -88,9 +89,9 @@ def write(name: str, content: bytes) -> None:
             files.write(path.resolve(), content)  # a link stays one
 
 
-def beside(name: str) -> TextIO:
-    """Where to say what was written to `name`: the standard output, unless that is what the name means."""
-    return sys.stderr if _is_standard_output(name) else sys.stdout
+def beside(name: str) -> redirect_stdout[TextIO]:
+    """Inside, what is printed about a file goes to stdout, or to stderr if that is what the name means."""
+    return redirect_stdout(sys.stderr if _is_standard_output(name) else sys.stdout)
 
 
 def _is_standard_output(name: str) -> bool:
@@ -106,9 +107,9 @@ def _open(name: str, mode: str) -> Any:
 
 
 @contextmanager
-def _unreachable() -> Iterator[None]:
+def _unreachable(what: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each protocol raises its own errors, or needs a missing package
         text = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise Unreachable(" ".join(text.split()) or type(error).__name__) from error
+        raise Unreachable(what + (" ".join(text.split()) or type(error).__name__)) from error

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch.calls.packing import read_on_host
 from attn_dispatch.compat.sequences import sequences
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.packing import read_on_host
 from attn_dispatch.spec import torch_settings
 from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.pattern import Dense, Pattern, Window

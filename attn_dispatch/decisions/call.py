@@ -4,7 +4,7 @@ observers, which are called with the problem of each attend() call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.decisions import decide
+from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
@@ -21,8 +22,7 @@ from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.kernels.contract import Result, runner, specialized
 from attn_dispatch.settings import sentinel_share
 from attn_dispatch.spec import tracing
-from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import check_seq_lens_values
 from attn_dispatch.store.decision import Decision
@@ -30,6 +30,22 @@ from attn_dispatch.text import titled
 
 NOT_WRAPPED = (InvalidInput, CHECKPOINT_STOP)  #: exceptions that are not wrapped in BackendFailed
 MAX_CALLS = 4096  #: entries of the table of problems; past this the oldest is made anew if needed
+
+
+class Rewritten(NamedTuple):
+    """What a call is instead: other calls, whose results `join` puts together; without any, `join` computes the result.
+
+    `explained`: the calls and explanations that explain() shows, where `calls` depend on results or other ranks.
+    """
+
+    calls: Iterable[Call]
+    join: Callable[[list[Any]], Any]
+    explained: Callable[[], Iterable[Call | Explanation]] | None = None
+
+
+def only(results: list[Any]) -> Any:
+    """The `join` of a single call."""
+    return results[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +72,7 @@ class ResolvedCall:
         self.parts(result)
         raise BackendFailed(f"{self.backend} was asked for lse and did not return it for {self.problem}")
 
-    def result(self, q: Tensor, k: Tensor, v: Tensor, **tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def result(self, q: Tensor, k: Tensor, v: Tensor, /, **tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run the backend: out, and lse or None. Raises BackendFailed for any error of it, or if it lacks lse.
 
         Args:
@@ -148,26 +164,14 @@ def run_function(
     return run, False
 
 
-def attend_on_device(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    *,
-    scale: float,
-    seq_lens: Tensor | None,
-    key_mask: Tensor | None,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention on one device as `attend` computes it: out, and lse or None. Arguments as for `attend`."""
-    problem = Problem.of(
-        q, k, v, pattern, scale=scale, return_lse=return_lse, seq_lens=seq_lens, key_mask=key_mask
-    )  # fmt: skip
-    call = resolve(problem)
-    if seq_lens is not None:
-        check_seq_lens_values(seq_lens, problem.q_len)
-    out, lse = call.result(q, k, v, seq_lens=seq_lens, key_mask=key_mask)
-    return out, lse if return_lse else None  # a backend may return lse unasked
+def attend_on_device(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Attention on one device as `attend` computes it: out, and lse or None. No rewriter is asked."""
+    problem = Problem.of_call(call)
+    resolved = resolve(problem, call.backend, call.order)
+    if call.seq_lens is not None:
+        check_seq_lens_values(call.seq_lens, problem.q_len)
+    out, lse = resolved.result(*call.qkv, **call.tensors)
+    return out, lse if call.return_lse else None  # a backend may return lse unasked
 
 
 def resolve(problem: Problem, backend: str | None = None, order: str | None = None) -> ResolvedCall:
@@ -178,11 +182,7 @@ def resolve(problem: Problem, backend: str | None = None, order: str | None = No
     if found is not None:
         return found
     forgotten = process_state.forgotten
-    notify(measured_for(problem))
-    if forced:
-        decision = decide.forced_decision(problem, backend, order)
-    else:
-        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
+    decision = decided(problem, backend, order, traced)
     with decide.lock:
         decision = decision if traced or forced else decide.latest(problem, decision)
         run, _ = run_function(problem, decision, traced, _drop_calls, functions_of(problem, decision))
@@ -191,6 +191,14 @@ def resolve(problem: Problem, backend: str | None = None, order: str | None = No
             _calls[key] = call
             decide.drop_oldest(_calls, MAX_CALLS)
     return call
+
+
+def decided(problem: Problem, backend: str | None, order: str | None, traced: bool) -> Decision:
+    """The decision for a call, of which observers are told; forced where a backend or an order is given."""
+    notify(measured_for(problem))
+    if backend is not None or order is not None:
+        return decide.forced_decision(problem, backend, order)
+    return decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
 
 
 def _drop_calls(problem: Problem) -> None:

@@ -376,8 +376,8 @@ def sure_prediction(request: Request) -> Decision | None:
     return _DeviceSteps(request)._sure()
 
 
-def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, use: bool, anew: bool = False) -> None:
-    """End a trial between calls. Store its decision and take it if `use`; if `anew`, the next call decides again."""
+def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, use: bool) -> None:
+    """End a trial between calls. Store its decision and take it if `use`."""
     key = guess.silicon, problem, None, None
     with lock:  # a route that is made meanwhile is of the one or of the other
         on_trial.pop((guess.silicon, problem), None)
@@ -387,7 +387,7 @@ def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, u
             _remember(key, decision)
             counted(decision)
         with suppress(InvalidInput):  # the guess is not registered any more
-            if decision is None and use and (anew or not Request.of(problem).can_run(*guess.chosen)):
+            if decision is None and use and not Request.of(problem).can_run(*guess.chosen):
                 _decided.pop(key, None)  # perhaps the trial has quarantined the guess
 
 

@@ -34,6 +34,7 @@ class Explanation:
     the samples: `cpu_s` and `wall_s` of the process, and its involuntary context `switches`. `unchecked` is whether the
     choice is imported or shipped and was not yet checked on this machine. `configurations` says how backends that can
     run the problem are set for it on this machine, such as the blocks of Triton's kernels; only `explain` fills it.
+    `others` are those of the other problems that a call consists of: documents, or rows, of several lengths.
     """
 
     choice: str | None
@@ -50,6 +51,7 @@ class Explanation:
     load: dict[str, float] | None = None
     unchecked: bool = False
     configurations: tuple[str, ...] = ()
+    others: tuple[Explanation, ...] = ()
 
     @classmethod
     def of(cls, decision: Decision, source: str | None = None, request: Request | None = None) -> Explanation:
@@ -92,7 +94,8 @@ class Explanation:
         ]
         elsewhere = [c.backend for c in self.candidates if self.choice and needs_cuda(c.reason)]
         shown = [row for row in self.rows() if row[0] not in elsewhere]
-        return "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *cuda_only(elsewhere)])
+        found = "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *cuda_only(elsewhere)])
+        return "\n\n".join([found, *map(str, self.others)])
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

@@ -17,9 +17,9 @@ import msgspec
 
 from attn_dispatch import process_state
 from attn_dispatch.log import say_once
-from attn_dispatch.settings import NOWHERE, cache_folder, mode
+from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.store import files
-from attn_dispatch.store.address import SILICON
+from attn_dispatch.store.address import SILICON, fingerprint
 from attn_dispatch.text import printable
 
 if TYPE_CHECKING:
@@ -67,14 +67,13 @@ def keep(silicon: str, version: str, winners: Mapping[str, Winner]) -> None:
     folder = cache_folder()
     path, there = _path(folder, silicon), read(folder, silicon)
     try:
-        if folder != NOWHERE:
-            files.refuse_links(folder, path.parent)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with files.locked(path.parent):
-                there = _read(path)  # another process may have added to it
-                files.write_checked(path, _merged(there, version, winners))
+        files.refuse_links(folder, path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(path.parent):
+            there = _read(path)  # another process may have added to it
+            files.write_checked(folder, path, _merged(there, version, winners))
     except OSError as error:
-        say_once(f"raced blocks are not kept: {path.parent} cannot be written ({error.strerror or error})")
+        files.say_unwritten("raced blocks are not kept", path.parent, error)
     process_state.forget(process_state.READ)  # what was worked out from the blocks before
     _known[path] = _merged(there, version, winners)
 
@@ -114,9 +113,7 @@ def _merged(there: Kept, version: str, winners: Mapping[str, Winner]) -> Kept:
 
 
 def _path(folder: Path, silicon: str) -> Path:
-    if not SILICON.fullmatch(silicon):
-        raise ValueError(f"not a fingerprint: {silicon!r}")
-    return folder / "blocks" / f"{silicon}.json"
+    return folder / "blocks" / f"{fingerprint(silicon)}.json"
 
 
 def _read(path: Path) -> Kept:

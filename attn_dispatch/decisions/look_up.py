@@ -20,8 +20,8 @@ import msgspec
 import torch
 
 from attn_dispatch.decisions import kept_blocks
-from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, isolated, lacks_space, preserved_rng
-from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, lacks_space, measure, passes_hard_cases
+from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton import blocks as triton_blocks
 from attn_dispatch.log import logger, say_once
@@ -31,8 +31,8 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed, quarantine
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, time_of
 from attn_dispatch.store.folder import Store, shipped
-from attn_dispatch.text import one_line, printable, titled
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, version_of
+from attn_dispatch.text import printable, titled
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, static_choice, version_of
 
 #: Statuses that may end without an upgrade (memory freed, quarantine lifted): checked again at every look-up.
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
@@ -41,7 +41,7 @@ MOST_ATTEMPTS = 6  #: trials of a problem after which a provisional choice is ac
 FIRST_PAUSE = timedelta(minutes=10)  #: after a second provisional trial; each further pause is four times as long
 PAUSE_FACTOR = 4
 
-triton_blocks.winner_of = kept_blocks.winner_of
+triton_blocks.find_winners_by(kept_blocks.winner_of)
 
 
 class StoredDecision(NamedTuple):
@@ -165,16 +165,8 @@ def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> boo
         return False
     if not limit.allows(trial_seconds()):
         return False
-    from attn_dispatch.tuning import guard, race  # loaded only when something is measured
-
     start = time.perf_counter()
-    try:
-        with isolated(request.problem.device), preserved_rng(request.problem):
-            why = race.why_refuted(request, decision.chosen)
-    except Exception as error:
-        if isinstance(error, BackendFailed) or not guard.is_shortage(error):
-            raise
-        why = f"too little memory to check it ({one_line(error)})"
+    why = _why_refuted(request, decision)
     limit.add(time.perf_counter() - start)
     if why:
         what = printable(f"{titled(*decision.chosen)}, {decision.origin}, for {decision.title}")
@@ -182,6 +174,22 @@ def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> boo
         return False
     passed.note_confirmed(cache_folder(), decision, _installed_version(decision))
     return True
+
+
+def _why_refuted(request: Request, decision: Decision) -> str:
+    """Why another machine's choice does not hold here; empty where it does: it passes the hard cases, and a trial of it
+    and the static choice alone keeps it.
+    """
+    static = static_choice(request.able)
+    if static is None or static.id == decision.chosen:
+        return "" if passes_hard_cases(request, decision.chosen, run=True) else "it fails the hard cases"
+    from attn_dispatch.tuning.tuner import CHECK  # loaded only when something is measured
+
+    found = measure(request, None, waiting=True, limits=CHECK, prior=decision, changed=[static.id])
+    if found is None or found.chosen == decision.chosen:
+        return "" if found else "too little memory to check it"
+    row = next(row for row in found.candidates if row.id == decision.chosen)
+    return f"{row.ratio:.3g} times the time of {titled(*found.chosen)} here" if row.ratio else row.reason
 
 
 def _is_for(request: Request, decision: Decision) -> bool:

@@ -15,7 +15,7 @@ import os
 import statistics
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +46,6 @@ from attn_dispatch.tuning.candidates import Request
 SLICE_S = 0.004  #: seconds that must be saved before a slice begins, so that a slice's own cost is small beside it
 SLICE_CALLS = 0.25  #: calls of the guess that a slice may take besides; its first step may take longer
 START_S = 0.02  #: seconds that the first slice of a trial is expected to take
-GUESS_S = 0.005  #: seconds that another guess takes
 HELD_SHARE = 0.05  #: share of the free memory that trials may hold between slices
 MOST_AT_ONCE = 2  #: trials that go on at the same time, so that one ends before many have begun
 IDLE_CALLS = 200  #: calls of other problems after which a trial does not keep others from beginning
@@ -71,9 +70,8 @@ class _Account:
 
 _account = _Account()
 _trials: dict[tuple[str, Problem], _LiveTrial] = {}
-_measured: Counter[str] = Counter()  # trials that ended with a decision, by group
 _slicing = threading.Lock()  # held through a slice: nobody waits for it
-process_state.register(process_state.DECISIONS, _trials.clear, _account.clear, _measured.clear)
+process_state.register(process_state.DECISIONS, _trials.clear, _account.clear)
 
 
 def sampled(run: Run, problem: Problem, decision: Decision, drop: Drop) -> Run:
@@ -119,7 +117,6 @@ class _LiveTrial:
         self.ended = False
         self.drops: list[Drop] = []
         self.held_bytes = 0
-        self._measured_before = _measured[guess.group]
         self._share = settings.overhead_share()
         self._stored = decide.on_trial.get((guess.silicon, problem))
         self._new_run: Run | None = None
@@ -183,12 +180,7 @@ class _LiveTrial:
         _account.calls += 1
         self._last_call = _account.calls
         self._live_s.append(call_s)
-        left_s = _account.left_s(self._share)
-        if left_s >= GUESS_S and self._neighbours_know() and not in_backward():
-            _account.spent_s += GUESS_S  # of the next call, which decides again
-            self._end(None, anew=True)
-            return
-        if left_s < max(self._need_s, SLICE_S) or not self._may_go_on():
+        if _account.left_s(self._share) < max(self._need_s, SLICE_S) or not self._may_go_on():
             return
         if not _slicing.acquire(blocking=False):
             return
@@ -200,11 +192,6 @@ class _LiveTrial:
                     decide.measuring.release()
         finally:
             _slicing.release()
-
-    def _neighbours_know(self) -> bool:
-        """Whether problems of the group were measured since this one was guessed without any, twice as many as then."""
-        guessed = self.guess.source == "heuristic" and self._steps is None and not (self._pinned or self.ended)
-        return guessed and _measured[self.guess.group] > 2 * self._measured_before
 
     def abandon(self) -> None:
         """End the trial without a decision: the guess stays."""
@@ -288,18 +275,16 @@ class _LiveTrial:
         """Seconds that the trial's slices took."""
         return self._worked_s + time.perf_counter() - self._slice_start
 
-    def _end(self, decision: Decision | None, *, anew: bool = False) -> None:
-        """Store and use the decision, or keep the guess, unless `anew`; the next call finds a plain route."""
+    def _end(self, decision: Decision | None) -> None:
+        """Store and use the decision, or keep the guess; the next call finds a plain route."""
         self.abandon()
-        if decision is not None and decision.source == "measured":
-            _measured[decision.group] += 1
         with self._switching:
             proven_wrong = decision is not None and any(
                 row.id == self.guess.chosen and row.status in ("incorrect", "quarantined")
                 for row in decision.candidates
             )
             use = not self._pinned or proven_wrong
-            decide.end_trial(self.problem, self.guess, decision, use=use, anew=anew)
+            decide.end_trial(self.problem, self.guess, decision, use=use)
             if decision is not None and use:
                 self._new_run = runner(registry.load(decision.choice), decision.order, self.problem, None)
         _trials.pop((self.guess.silicon, self.problem), None)

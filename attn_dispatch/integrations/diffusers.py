@@ -164,7 +164,7 @@ def attention(
 def _alone(q: Tensor, k: Tensor, v: Tensor, near: GridMask, is_causal: bool, more: dict[str, Any]) -> Any:
     more = more | _masks(near.mask, q, k)
     if near.text:
-        return grids.attend_with_text(attend, q, k, v, near, more)
+        return grids.attend_with_text(q, k, v, near, more)
     if is_causal and q.shape[1] != k.shape[1]:
         more["alignment"] = "upper_left"
     return attend(q, k, v, near.pattern or Dense(is_causal), **more)

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations.libraries import library
 from attn_dispatch.spec.pattern import Dense, Neighborhood
@@ -99,13 +100,10 @@ def found_in(mask: Any, q: Tensor, k: Tensor) -> GridMask:
     return GridMask(None, 0, mask)
 
 
-def attend_with_text(
-    attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, near: GridMask, more: dict[str, Any]
-) -> Any:
+def attend_with_text(q: Tensor, k: Tensor, v: Tensor, near: GridMask, more: dict[str, Any]) -> Any:
     """Text tokens, then those of a grid: text sees all; the others see the text and their neighbours.
 
     Args:
-        attend: takes the arguments of attn_dispatch.attend.
         q, k, v: [batch, text + grid, heads, head_dim].
         more: arguments of `attend`.
 
@@ -119,10 +117,10 @@ def attend_with_text(
     masks: list[dict[str, Any]] = [{}, {}, {}]
     if mask is not None:
         masks = [{"key_mask": each} for each in (mask, mask[:, near.text :], mask[:, : near.text])]
-    written, own = ([x[:, : near.text] for x in (q, k, v)], [x[:, near.text :] for x in (q, k, v)])
-    text = attend(written[0], k, v, Dense(), return_lse=True, **masks[0], **more)
-    neighbors = attend(*own, near.pattern, return_lse=True, **masks[1], **more)
-    beside = attend(own[0], *written[1:], Dense(), return_lse=True, **masks[2], **more)
+    (text_q, grid_q), (text_k, grid_k), (text_v, grid_v) = ((x[:, : near.text], x[:, near.text :]) for x in (q, k, v))
+    text = attend(text_q, k, v, Dense(), return_lse=True, **masks[0], **more)
+    neighbors = attend(grid_q, grid_k, grid_v, near.pattern, return_lse=True, **masks[1], **more)
+    beside = attend(grid_q, text_k, text_v, Dense(), return_lse=True, **masks[2], **more)
     rest = _merged(*neighbors, *beside)
     out = torch.cat([text[0], rest[0]], 1)
     return (out, torch.cat([text[1], rest[1]], 2)) if with_lse else out

@@ -1,14 +1,15 @@
 """The backends and their order of preference, each loaded on first use.
 
 The import of another package's backend is foreign code: whatever it raises becomes an InvalidInput that names the entry
-point and its distribution, and is not tried again in the process. `import_guard` limits its time, and records a crash.
+point and its distribution, and is not tried again in the process. `guard_imports` has its time limited, and a crash
+recorded.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -44,9 +45,12 @@ process_state.register(process_state.FACTS, _added.clear, _broken.clear)
 Import = Callable[[], object]
 
 
-def import_guard(point: EntryPoint, load: Import) -> object:
-    """Import another package's backend. `tuning.candidates` replaces this: this room knows neither store nor guard."""
-    return load()
+_guards: list[Callable[[EntryPoint, Import], object]] = []
+
+
+def guard_imports(guard: Callable[[EntryPoint, Import], object]) -> None:
+    """Have other packages' backends imported by `guard`: this room knows neither time limits nor the store."""
+    _guards[:] = [guard]
 
 
 def register(backend: Any) -> None:
@@ -144,7 +148,8 @@ def _load(name: str) -> Backend:
     if point is None:
         raise InvalidInput(f"backend must be one of {', '.join(names())}, got {name!r}")
     try:
-        backend = import_guard(point, lambda: _imported(point))
+        load = partial(_imported, point)
+        backend = _guards[0](point, load) if _guards else load()
     except Exception as error:
         _broken[name] = f"backend {described(point)} cannot be loaded: {one_line(error)}"
         raise InvalidInput(_broken[name]) from error

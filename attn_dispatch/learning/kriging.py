@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
 
-# The function is the natural logarithm of a ratio of times, over octaves; calibrated by tools/checks/trust_learned.py.
+# The function is the natural logarithm of a ratio of times, over octaves; tests/learning checks the calibration.
 LEVEL_SD = 1.5  #: standard deviation of the level
 SLOPE_SD = 0.3  #: standard deviation of the slope, per octave
 RESIDUAL_SD = 0.4  #: standard deviation of the residual

@@ -5,7 +5,6 @@ No `multiprocessing`: its way to start afresh runs the program's main module aga
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib
 import json
@@ -15,15 +14,13 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 SLICE_S = 0.25  #: seconds of one wait; time in which this process is suspended counts as one slice at most
 KILLED_S = 5.0  #: seconds that a killed process is waited for: one in a driver's call may take for ever
-IDLE_S = 60.0  #: seconds after which a process without work ends
 _BEGUN = b"begun\n"
-_SIZE_BYTES = 8
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _PROGRAM = """
 import sys
@@ -46,11 +43,10 @@ class Outcome(NamedTuple):
 
 
 class _Child:
-    """A process, its input, and a pipe for its answers."""
+    """A process, its input, and a pipe for its answer."""
 
     def __init__(self) -> None:
-        self.setting = _setting()
-        self.answers, writable = os.pipe()
+        self.answer, writable = os.pipe()
         try:
             self.process = subprocess.Popen(
                 [sys.executable or "python3", "-c", _PROGRAM.format(path=sys.path, handle=writable)],
@@ -60,7 +56,7 @@ class _Child:
                 pass_fds=(writable,),
             )
         except BaseException:
-            os.close(self.answers)
+            os.close(self.answer)
             raise
         finally:
             os.close(writable)
@@ -68,15 +64,15 @@ class _Child:
     def ask(self, given: bytes, start_s: float, limit_s: float) -> Outcome:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, as is read below
-            self.process.stdin.write(len(given).to_bytes(_SIZE_BYTES, "little") + given)
+            self.process.stdin.write(given)
             self.process.stdin.flush()
         text, left_s, poll = b"", start_s, select.poll()  # select() takes no descriptor above 1023
-        poll.register(self.answers, select.POLLIN)
+        poll.register(self.answer, select.POLLIN)
         while left_s > 0:
             if not poll.poll(min(left_s, SLICE_S) * 1e3):
                 left_s -= SLICE_S
                 continue
-            part = os.read(self.answers, 1 << 16)
+            part = os.read(self.answer, 1 << 16)
             if not part:
                 with suppress(subprocess.TimeoutExpired):
                     return Outcome(text.startswith(_BEGUN), code=self.process.wait(KILLED_S))
@@ -95,11 +91,7 @@ class _Child:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
-        os.close(self.answers)
-
-
-_idle: list[_Child] = []
-_reusing = 0  # how often `reused` was entered and not left
+        os.close(self.answer)
 
 
 def run_alone(module: str, function: str, args: tuple[object, ...], *, start_s: float, limit_s: float) -> Outcome:
@@ -113,78 +105,19 @@ def run_alone(module: str, function: str, args: tuple[object, ...], *, start_s: 
     Raises:
         OSError: no process can be started.
     """
-    given = pickle.dumps((module, function, args))
-    waiting = _take()
-    if waiting is not None:
-        found = _asked(waiting, given, start_s, limit_s)
-        if found.begun or found.code is None:
-            return found  # else it had just ended, for lack of work
-    return _asked(_Child(), given, start_s, limit_s)
-
-
-def _asked(child: _Child, given: bytes, start_s: float, limit_s: float) -> Outcome:
-    """Ask a process, and end it unless it is to be reused."""
-    found = Outcome(False)
+    child = _Child()
     try:
-        found = child.ask(given, start_s, limit_s)
+        return child.ask(pickle.dumps((module, function, args)), start_s, limit_s)
     finally:
-        if found.value is None or not _reusing:
-            child.end()
-        else:
-            _idle.append(child)
-    return found
-
-
-@contextmanager
-def reused() -> Iterator[None]:
-    """Inside, the process waits for further functions, since it takes seconds to load PyTorch; elsewhere it ends with
-    the first, and frees the memory that it took on a device.
-    """
-    global _reusing
-    _reusing += 1
-    try:
-        yield
-    finally:
-        _reusing -= 1
-        end_idle()
-
-
-def end_idle() -> None:
-    """End the process that waits for work, as after a function that may have spoilt what others share with it."""
-    while _idle:
-        _idle.pop().end()
-
-
-def _take() -> _Child | None:
-    child = _idle.pop() if _idle else None
-    if child is None or child.setting == _setting():
-        return child
-    child.end()
-    return None
-
-
-def _setting() -> tuple[object, ...]:
-    return [*sys.path], dict(os.environ)
-
-
-def _forget() -> None:
-    """In a forked child: the processes are the parent's."""
-    for child in _idle:
-        child.process.returncode = 0  # nobody here waits for it
-    _idle.clear()
-
-
-atexit.register(end_idle)
-os.register_at_fork(after_in_child=_forget)
+        child.end()
 
 
 def serve(handle: int) -> None:
-    """In the new process: call functions and write what they return. Ends the process."""
-    while select.select([0], [], [], IDLE_S)[0] and (size := _read(_SIZE_BYTES)):
-        module, function, args = pickle.loads(_read(int.from_bytes(size, "little")))
-        call: Callable[..., object] = getattr(importlib.import_module(module), function)
-        value = call(lambda: os.write(handle, _BEGUN), *args)
-        os.write(handle, json.dumps(value).encode() + b"\n")
+    """In the new process: call a function and write what it returns. Ends the process."""
+    module, function, args = pickle.load(sys.stdin.buffer)
+    call: Callable[..., object] = getattr(importlib.import_module(module), function)
+    value = call(lambda: os.write(handle, _BEGUN), *args)
+    os.write(handle, json.dumps(value).encode() + b"\n")
     os._exit(0)  # whatever would be waited for at a regular exit
 
 
@@ -196,11 +129,3 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it had ended before
         os._exit(1)
-
-
-def _read(count: int) -> bytes:
-    """Bytes of the standard input; fewer where it has ended."""
-    found = b""
-    while len(found) < count and (part := os.read(0, count - len(found))):
-        found += part
-    return found

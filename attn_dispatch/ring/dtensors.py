@@ -6,14 +6,15 @@ Batch and heads are computed where they are; a sharded sequence is computed over
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.problem import SHORTHANDS, choose_pattern
+from attn_dispatch.spec.problem import Call, choose_pattern
 from attn_dispatch.spec.tracing import is_dtensor
 
 #: The axes of attend's other tensors: batch, heads, queries, keys; the last ones where a tensor has fewer.
@@ -32,51 +33,50 @@ class Part(NamedTuple):
     whole: int
 
 
-def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
-    """attend() on this rank's parts; out, and lse, as DTensors with the placements of q.
+def of_dtensors(call: Call) -> Rewritten:
+    """The call on this rank's parts; its out, and lse, are DTensors with the placements of q.
 
-    Args:
-        q, k, v: DTensors of one mesh with equal placements: each `Replicate`, or `Shard` along batch, heads or tokens.
-            Heads and tokens are split evenly.
-        arguments: the others of attend; its tensors hold those of all ranks. One that gets a gradient is a DTensor.
+    q, k and v are DTensors of one mesh with equal placements: each `Replicate`, or `Shard` along batch, heads or
+    tokens. Heads and tokens are split evenly. Other tensors hold those of all ranks; one that gets a gradient is a
+    DTensor.
 
     Raises:
         InvalidInput: another placement, or an argument that such a call cannot take.
     """
+    placements, mesh = _common(*call.qkv)
+    axes = _axes(call)
+    for name in ("mesh", "first_head", "all_heads"):
+        if getattr(call, name) is not None:
+            raise InvalidInput(f"{name} cannot be given with DTensors, whose placements say it")
+    parts = _parts(call.q, call.k, placements, mesh, axes)
+    changes = _of_heads_and_tokens(placements, mesh, axes, parts, call)
+    if call.cu_seqlens is not None and parts["b"].size < parts["b"].whole:
+        raise InvalidInput("cu_seqlens describe one row: DTensors that are sharded along the batch take documents")
+    for name, letters in _AXES.items():
+        if (x := getattr(call, name)) is not None:
+            changes[name] = _local(name, x, letters, parts, placements, mesh)
+    q, k, v = (x.to_local() for x in call.qkv)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    return Rewritten([call._replace(q=q, k=k, v=v, **changes)], partial(_joined, call))
+
+
+def _joined(call: Call, results: list[Any]) -> Any:
+    """out, and lse, of all ranks from this rank's."""
     from torch.distributed.tensor import Shard
 
-    *tensors, given = local(q, k, v, arguments)
-    found = attend(*tensors, **given)
-    placements, mesh, axes = q.placements, q.device_mesh, _axes(arguments)
-    out, lse = found if isinstance(found, tuple) else (found, None)
-    result = _whole(out, mesh, list(placements), (*q.shape[:-1], v.shape[-1]))
+    q: Any
+    q, (found,), axes = call.q, results, _axes(call)
+    out, lse = found if call.return_lse else (found, None)
+    result = _whole(out, q.device_mesh, list(q.placements), (*q.shape[:-1], call.v.shape[-1]))
     if lse is None:
         return result
     order = [axes["b"], axes["h"], axes["k"]]  # lse is [batch, heads, q_len]
-    placed = [each if each.is_replicate() else Shard(order.index(each.dim)) for each in placements]
-    return result, _whole(lse, mesh, placed, tuple(q.shape[axis] for axis in order))
+    placed = [each if each.is_replicate() else Shard(order.index(each.dim)) for each in q.placements]
+    return result, _whole(lse, q.device_mesh, placed, tuple(q.shape[axis] for axis in order))
 
 
-def local(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """This rank's q, k and v, and the arguments of a call of attend on them; raises as `attend_local`."""
-    placements, mesh = _common(q, k, v)
-    axes = _axes(arguments)
-    for name in ("mesh", "first_head", "all_heads"):
-        if arguments.get(name) is not None:
-            raise InvalidInput(f"{name} cannot be given with DTensors, whose placements say it")
-    parts = _parts(q, k, placements, mesh, axes)
-    given = {**arguments, **_of_heads_and_tokens(placements, mesh, axes, parts, arguments)}
-    if given.get("cu_seqlens") is not None and parts["b"].size < parts["b"].whole:
-        raise InvalidInput("cu_seqlens describe one row: DTensors that are sharded along the batch take documents")
-    for name, letters in _AXES.items():
-        if given.get(name) is not None:
-            given[name] = _local(name, given[name], letters, parts, placements, mesh)
-    return q.to_local(), k.to_local(), v.to_local(), given
-
-
-def _axes(arguments: dict[str, Any]) -> dict[str, int]:
+def _axes(call: Call) -> dict[str, int]:
     """The axes of batch, heads and tokens."""
-    heads_last = arguments.get("layout", "bnhd") == "bnhd"
+    heads_last = call.layout == "bnhd"
     return {"b": 0, "h": 2 if heads_last else 1, "k": 1 if heads_last else 2}
 
 
@@ -108,7 +108,7 @@ def _parts(q: Any, k: Any, placements: Any, mesh: Any, axes: dict[str, int]) -> 
 
 
 def _of_heads_and_tokens(
-    placements: Any, mesh: Any, axes: dict[str, int], parts: dict[str, Part], arguments: dict[str, Any]
+    placements: Any, mesh: Any, axes: dict[str, int], parts: dict[str, Part], call: Call
 ) -> dict[str, Any]:
     """The arguments of attend that say which heads and tokens this rank has: `first_head`, `all_heads`, `mesh`."""
     from torch.distributed.tensor import Shard
@@ -127,8 +127,7 @@ def _of_heads_and_tokens(
     if parts["b"].whole % rows:
         text = f"got {parts['b'].whole} over {rows} ranks"
         raise InvalidInput(f"the batch of DTensors sharded along tokens must be split evenly, {text}")
-    kinds = (arguments.get(name, default) for name, default in SHORTHANDS.items())
-    pattern = choose_pattern(arguments.get("pattern"), *kinds)
+    pattern = choose_pattern(call)
     if heads.size < heads.whole and pattern.head_offsets(0, heads.whole):
         text = f"take patterns alike for all heads, not {pattern}"
         raise InvalidInput(f"DTensors sharded along heads and tokens {text}")

@@ -7,25 +7,28 @@ on all ranks, and their gradients are summed.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.link import Link, agree
-from attn_dispatch.ring.over_mesh import alone, scaled_only, spread_over
+from attn_dispatch.ring.over_mesh import check_scaled_only, spread_over
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.ring.trial import NAME
 from attn_dispatch.spec.orders import GATHER
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
-from attn_dispatch.spec.problem import SHORTHANDS, Problem, choose_pattern
+from attn_dispatch.spec.problem import Call, Problem, choose_pattern
+
+Lengths = Callable[[int, int], list[list[int]]]
 
 
 class Piece(NamedTuple):
@@ -41,119 +44,123 @@ class Piece(NamedTuple):
     pattern: Pattern | None
 
 
-def attend_packed(
-    attend: Callable[..., Any],
-    lengths_of: Callable[[Any, Any, int, int], list[list[int]]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: str,
-    documents: Any,
-    cu_seqlens: Any,
-    arguments: dict[str, Any],
-) -> Any:
-    """`attend` for packed rows whose tokens are sharded over `mesh`; a collective.
+def rows_over_mesh(call: Call, lengths_of: Lengths) -> Rewritten:
+    """A call for each run of this rank's documents, and for each part of one that a border of shards cuts.
 
     Args:
-        lengths_of: the lengths of each row's documents, from `documents` and `cu_seqlens`, which are of the whole
-            sequence, the batch size and the tokens of the whole sequence.
+        lengths_of: the lengths of each row's documents, from the batch size and the tokens of the whole sequence.
 
     Raises:
         InvalidInput: an argument is wrong, or cannot be given here. GroupMismatch: ranks pass different arguments.
     """
-    link, spread = spread_over(arguments["mesh"])
-    if link.size == 1:
-        backend, order = alone(arguments["backend"], arguments["order"])
-        here = {**arguments, "mesh": None, "backend": backend, "order": order}
-        return attend(q, k, v, layout=layout, documents=documents, cu_seqlens=cu_seqlens, **here)
-    try:
-        pattern = _checked(arguments)
-        key_mask, common = arguments["key_mask"], {name: arguments[name] for name in ("scale", "return_lse")}
-        problem = Problem.of(q, k, v, layout=layout, key_mask=key_mask, **common)
-        if problem.q_len != problem.k_len:
-            raise InvalidInput(f"over a mesh q and k must have one length, got {problem.q_len} and {problem.k_len}")
-    except AttnDispatchError as error:
-        agree(link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
-        raise
-    equal = {**problem.to_dict(), "pattern": pattern.to_dict(), "shards": spread.kind}
-    equal |= {
-        "documents": _digest(documents),
-        "cu_seqlens": _digest(cu_seqlens),
-        "gradients": [x.requires_grad for x in (q, k, v)],
-    }
-    for name in ("q_len", "k_len", "strides"):
-        del equal[name]
-    shards = Layout(agree(link, equal, problem.q_len, 0).lengths, spread.kind)
-    lengths = lengths_of(documents, cu_seqlens, problem.batch, shards.tokens)
-    borders = [list(accumulate(row, initial=0)) for row in lengths]
-    if layout == "bhnd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    every = [[[pieces(pattern, run, row) for run in runs] for runs in shards.chunks] for row in borders]
-    beyond = _Beyond.of(link, shards, chain.from_iterable(chain.from_iterable(chain.from_iterable(every))))
-    keys = k, v, key_mask
-    gathered = beyond.keys(k, v, key_mask) if len(beyond.positions) else keys
-    alike = all(row == borders[0] for row in borders)
-    results = []
-    for number, ranks in enumerate(every[:1] if alike else every):
-        row, parts = slice(None) if alike else slice(number, number + 1), chain.from_iterable(ranks[link.rank])
-        own, others = ([None if x is None else x[row] for x in three] for three in (keys, gathered))
-        results.append(_of_row(attend, pattern, q[row], own, others, parts, beyond, common))
-    out = torch.cat([out for out, _ in results])
-    found = [out.transpose(1, 2) if layout == "bhnd" else out]
-    found += [torch.cat([lse for _, lse in results])] if common["return_lse"] else []
-    if gathered is not keys and gathered[0].requires_grad:
-        # Every rank takes part in the sum of gradients, whatever its queries see.
-        found = [_Tied.apply(x, *gathered[:2]) for x in found]  # type: ignore[no-untyped-call]
-    return tuple(found) if common["return_lse"] else found[0]
+    link, spread = spread_over(call.mesh)
+    rows = _Rows(call, link, spread.kind, lengths_of)
+    return Rewritten(rows.calls(), rows.joined, rows.explained)
+
+
+class _Rows:
+    """Packed rows on this rank: the calls that they consist of, for which keys of the other ranks are gathered."""
+
+    def __init__(self, call: Call, link: Link, kind: str, lengths_of: Lengths) -> None:
+        self.call, self.link, self.kind, self.lengths_of = call, link, kind, lengths_of
+        self.counts: list[int] = []  # of the calls of each row of the batch, or of all where they are alike
+        self.gathered: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def calls(self) -> Iterator[Call]:
+        """A collective, from the first call on."""
+        problem, pattern = self._agreed_on()
+        equal = {**problem.to_dict(), "pattern": pattern.to_dict(), "shards": self.kind}
+        equal |= {name: _digest(getattr(self.call, name)) for name in ("documents", "cu_seqlens")}
+        equal["gradients"] = [x.requires_grad for x in self.call.qkv]
+        for name in ("q_len", "k_len", "strides"):
+            del equal[name]
+        shards = Layout(agree(self.link, equal, problem.q_len, 0).lengths, self.kind)
+        yield from self._calls(shards, problem.batch, pattern, _Beyond.keys)
+
+    def explained(self) -> Iterator[Call]:
+        """The calls if all shards are as long as this one, of keys that are not gathered: their values are not read."""
+        problem, pattern = _problem(self.call)
+        shards = Layout((problem.q_len,) * self.link.size, self.kind)
+        return self._calls(shards, problem.batch, pattern, _Beyond.like)
+
+    def _agreed_on(self) -> tuple[Problem, Pattern]:
+        try:
+            return _problem(self.call)
+        except AttnDispatchError as error:
+            agree(self.link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
+            raise
+
+    def _calls(self, shards: Layout, batch: int, pattern: Pattern, gather: Callable[..., Any]) -> Iterator[Call]:
+        lengths = self.lengths_of(batch, shards.tokens)
+        borders = [list(accumulate(row, initial=0)) for row in lengths]
+        q, k, v = self.call.tokens_first
+        every = [[[pieces(pattern, run, row) for run in runs] for runs in shards.chunks] for row in borders]
+        beyond = _Beyond.of(self.link, shards, chain.from_iterable(chain.from_iterable(chain.from_iterable(every))))
+        keys = gathered = k, v, self.call.key_mask
+        if len(beyond.positions):
+            gathered = self.gathered = gather(beyond, *keys)
+        plain = self.call.with_pattern(pattern, mesh=None, layout="bnhd", documents=None, cu_seqlens=None, backend=None)
+        plain = plain._replace(order=None)
+        alike = all(row == borders[0] for row in borders)
+        for number, ranks in enumerate(every[:1] if alike else every):
+            row = slice(None) if alike else slice(number, number + 1)
+            own, others = ([None if x is None else x[row] for x in three] for three in (keys, gathered))
+            calls = list(_of_row(plain._replace(q=q[row]), own, others, ranks[self.link.rank], beyond))
+            self.counts.append(len(calls))
+            yield from calls
+
+    def joined(self, results: list[Any]) -> Any:
+        with_lse, left = self.call.return_lse, iter(results)
+        rows = [list(islice(left, count)) for count in self.counts]
+        out: Any = torch.cat([torch.cat([each[0] if with_lse else each for each in row], 1) for row in rows])
+        lse = torch.cat([torch.cat([lse for _, lse in row], 2) for row in rows]) if with_lse else None
+        if self.gathered is not None and self.gathered[0].requires_grad:
+            # Every rank takes part in the sum of gradients, whatever its queries see.
+            tied: Any = _Tied.apply
+            out, lse = (None if x is None else tied(x, *self.gathered[:2]) for x in (out, lse))
+        return self.call.returned(out, lse)
 
 
 def _of_row(
-    attend: Callable[..., Any],
-    pattern: Pattern,
-    q: Tensor,
-    own: list[Any],
-    gathered: list[Any],
-    parts: Iterable[Piece],
-    beyond: _Beyond,
-    common: dict[str, Any],
-) -> tuple[Tensor, Any]:
-    """out and lse of this rank's queries, of rows with the same documents. Neighbouring whole ones are one call."""
-    results: list[tuple[Tensor, Any]] = []
+    plain: Call, own: list[Any], gathered: list[Any], ranges: Iterable[Iterable[Piece]], beyond: _Beyond
+) -> Iterator[Call]:
+    """The calls for this rank's queries, of rows with the same documents. Neighbouring whole ones are one call."""
     at = 0
-    for is_whole, group in groupby(parts, lambda piece: piece.pattern is None):
+    for is_whole, group in groupby(chain.from_iterable(ranges), lambda piece: piece.pattern is None):
         for some in [list(group)] if is_whole else [[piece] for piece in group]:
             here = slice(at, at + sum(piece.stop - piece.start for piece in some))
             at = here.stop
+            changes: dict[str, Any] = {}
             if is_whole:
                 lengths = torch.tensor([piece.stop - piece.start for piece in some])
-                ids = torch.repeat_interleave(torch.arange(len(some)), lengths).expand(len(q), -1)
-                k, v, mask = (None if x is None else x[:, here] for x in own)
-                more = {"pattern": pattern, "documents": ids}
+                ids = torch.repeat_interleave(torch.arange(len(some)), lengths)
+                keys, place, changes["documents"] = own, here, ids.expand(len(plain.q), -1)
             else:
-                keys = beyond.places(some[0])
-                k, v, mask = (None if x is None else x[:, keys] for x in gathered)
-                more = {"pattern": some[0].pattern}
-            found = attend(q[:, here], k, v, key_mask=mask, **more, **common)
-            results.append(found if common["return_lse"] else (found, None))
-    out = torch.cat([out for out, _ in results], 1)
-    return out, torch.cat([lse for _, lse in results], 2) if common["return_lse"] else None
+                keys, place, changes["pattern"] = gathered, beyond.places(some[0]), some[0].pattern
+            for name, x in zip(("k", "v", "key_mask"), keys):
+                changes[name] = None if x is None else x[:, place]
+            yield plain._replace(q=plain.q[:, here], **changes)
 
 
-def _checked(arguments: dict[str, Any]) -> Pattern:
-    """The pattern of a call. Raises InvalidInput: an argument cannot be given with documents over ranks."""
-    scaled_only(arguments)
-    pattern = choose_pattern(arguments["pattern"], *(arguments[name] for name in SHORTHANDS))
+def _problem(call: Call) -> tuple[Problem, Pattern]:
+    """The problem of this rank's tokens, with no pattern, and the pattern. Raises InvalidInput."""
+    check_scaled_only(call)
+    pattern = choose_pattern(call)
     if not isinstance(pattern, Dense | Window) and not (isinstance(pattern, Dilated) and pattern.is_causal):
         raise InvalidInput(f"documents over a mesh take Dense, Window and causal Dilated patterns, not {pattern}")
     for name in ("first_head", "all_heads"):
-        if arguments[name] is not None:
-            raise InvalidInput(f"over a mesh every rank holds all heads: {name} must be None, got {arguments[name]!r}")
-    if arguments["dropout_p"]:
-        raise InvalidInput(f"documents over a mesh take no dropout, got {arguments['dropout_p']:g}")
+        if getattr(call, name) is not None:
+            got = getattr(call, name)
+            raise InvalidInput(f"over a mesh every rank holds all heads: {name} must be None, got {got!r}")
+    if call.dropout_p:
+        raise InvalidInput(f"documents over a mesh take no dropout, got {call.dropout_p:g}")
     for name, known in (("backend", NAME), ("order", GATHER)):
-        if arguments[name] not in (None, known):
-            raise InvalidInput(f"{name} must be None or {known!r} with documents over a mesh, got {arguments[name]!r}")
-    return pattern
+        if (got := getattr(call, name)) not in (None, known):
+            raise InvalidInput(f"{name} must be None or {known!r} with documents over a mesh, got {got!r}")
+    problem = Problem.of_call(call.with_pattern(None))
+    if problem.q_len != problem.k_len:
+        raise InvalidInput(f"over a mesh q and k must have one length, got {problem.q_len} and {problem.k_len}")
+    return problem, pattern
 
 
 def pieces(pattern: Pattern, run: range, borders: Sequence[int]) -> list[Piece]:
@@ -215,6 +222,11 @@ class _Beyond:
         both = self._gathered(torch.cat([x.index_select(1, self.local.to(x.device)) for x in (k, v)], -1))
         mask = None if key_mask is None else self._gathered(key_mask[:, self.local.to(k.device)].to(torch.uint8)).bool()
         return both[..., : k.shape[-1]], both[..., k.shape[-1] :], mask
+
+    def like(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tensors as `keys` returns, without values or communication."""
+        k, v = (x.new_empty(1).expand(len(x), len(self.positions), *x.shape[2:]) for x in (k, v))
+        return k, v, None if key_mask is None else key_mask.new_ones(len(key_mask), len(self.positions))
 
     def _gathered(self, x: Tensor) -> Tensor:
         found: Tensor = _Everywhere.apply(x.movedim(1, -1), self)  # type: ignore[no-untyped-call]

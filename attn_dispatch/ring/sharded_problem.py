@@ -19,7 +19,7 @@ from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import put_tokens, tokens_of, traffic_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.text import one_line
 
 
@@ -119,16 +119,8 @@ class ShardedProblem:
         q, k, v = (ulysses.to_heads(x, transport, layout) for x in (q, k, v))
         error = None
         try:
-            out, lse = attend_on_device(
-                q,
-                k,
-                v,
-                problem.pattern,
-                scale=problem.scale,
-                seq_lens=seq_lens,
-                key_mask=mask,
-                return_lse=problem.return_lse,
-            )
+            call = Call(q, k, v, problem.pattern, seq_lens=seq_lens, key_mask=mask)
+            out, lse = attend_on_device(call._replace(scale=problem.scale, return_lse=problem.return_lse))
         except CHECKPOINT_STOP:
             raise
         except Exception as raised:  # noqa: BLE001 - other ranks wait for this one's rows: NaN is sent

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from attn_dispatch import settings
 from attn_dispatch.errors import InvalidInput, RankLost
-from attn_dispatch.kernels.autograd import gradients
+from attn_dispatch.kernels.contract import Backend
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.log import logger
+from attn_dispatch.machine.load import NO_LOAD, Load
+from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.ring.sharded_problem import ShardedProblem
-from attn_dispatch.spec.orders import EXCHANGES
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Row
-from attn_dispatch.text import one_line
-from attn_dispatch.tuning import choice
-from attn_dispatch.tuning.candidates import utc_now
-from attn_dispatch.tuning.example import make
+from attn_dispatch.text import one_line, titled
+from attn_dispatch.tuning.candidates import Candidate, Request
+from attn_dispatch.tuning.choice import Admitted
+from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.hard_cases import fitted
-from attn_dispatch.tuning.intervals import Timing
 from attn_dispatch.tuning.oracle import Oracle
-from attn_dispatch.tuning.rounds import said_if_long
+from attn_dispatch.tuning.race import Race
+from attn_dispatch.tuning.rounds import exhausted, said_if_long
 
 NAME = "ring"  #: the backend whose orders are the exchanges
 MOST_ROUNDS, FEWEST_ROUNDS = 9, 3
@@ -33,11 +38,81 @@ SMALL = 192  #: tokens of the problem that the gate compares with float64
 SMALL_BATCH = 2
 
 Tensors = tuple[Tensor, Tensor, Tensor]
+Parts = tuple[Tensor, Tensor | None]  #: out and lse
 
 
 def version() -> str:
     """The version of torch, whose process groups the exchanges use."""
     return str(torch.__version__)
+
+
+class FailedOnRanks(Exception):
+    """A call that raised on some ranks; the text says on which, and what."""
+
+
+@dataclass
+class SlowestRank:
+    """A stopwatch over ranks: all make the call, and the time of the slowest counts. `load` and the clock `spent_s`, in
+    seconds, are the same on all ranks too, and so is every decision of a race by them.
+    """
+
+    link: Link
+    device: torch.device
+    spent_s: float = 0.0
+    load: Load = NO_LOAD
+    shortest_ms: float = 0.0  #: a call between ranks is never repeated within a sample
+
+    def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
+        """Milliseconds of a call; a collective.
+
+        Raises:
+            FailedOnRanks: it raised on a rank. RankLost: a rank has exited, or did not answer in time.
+        """
+        self.link.barrier()
+        start, error = time.perf_counter(), None
+        try:
+            call()
+            synchronize(self.device)
+        except RankLost:
+            raise
+        except Exception as raised:  # noqa: BLE001 - any error is sent to all ranks
+            error = one_line(raised)
+        found = self.link.all_gather_objects((error, (time.perf_counter() - start) * 1e3))
+        if failed := [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]:
+            raise FailedOnRanks("; ".join(failed))
+        slowest_ms = max(took_ms for _, took_ms in found)
+        self.spent_s += slowest_ms / 1e3
+        return slowest_ms
+
+    def device_ms(self, call: Callable[[], object]) -> None:
+        """None: the time between ranks is the host's."""
+
+    host_ms = cold_ms = device_ms
+
+
+@dataclass
+class _Exchanges:
+    """The exchanges as orders of a backend, of a rank's shard of q, k and v."""
+
+    sharded: ShardedProblem
+    name: str = NAME
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str, **masks: Tensor) -> Parts:
+        return self.sharded.run(order, q, k, v, **masks)
+
+
+class _OfWhole(_Exchanges):
+    """The same of whole tensors: out and lse are zero at the other ranks' tokens."""
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str, **masks: Tensor) -> Parts:
+        at = positions_of(self.sharded.layout, self.sharded.link.rank).to(q.device)
+        q_at, k_at, v_at = (x.index_select(1, at) for x in (q, k, v))
+        if "key_mask" in masks:
+            masks["key_mask"] = masks["key_mask"].index_select(1, at)
+        out, lse = super().run(q_at, k_at, v_at, problem, order=order, **masks)
+        assert lse is not None
+        zeros = q.new_zeros(q.shape), lse.new_zeros(*lse.shape[:2], q.shape[1])
+        return zeros[0].index_copy(1, at, out), zeros[1].index_copy(2, at, lse)
 
 
 @dataclass
@@ -56,127 +131,69 @@ class Trial:
     masks: Mapping[str, Tensor]
     budget_ms: float
     found: dict[str, Row] = field(default_factory=dict[str, Row])
-    first_ms: dict[str, float] = field(default_factory=dict[str, float])
-    samples: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    errors: dict[str, float] = field(default_factory=dict[str, float])
 
     def rows(self) -> tuple[dict[str, Row], str | None, float]:
         """A row for each candidate, the chosen one (None if all failed), and the milliseconds of the trial."""
         start, said = time.perf_counter(), self.sharded.link.rank > 0
+        watch = SlowestRank(self.sharded.link, self.sharded.problem.device)
+        runners = dict[str, tuple[Candidate, Admitted]]()
+        backend = cast(Backend, _Exchanges(self.sharded))
         for name in self.names:
-            self._admit(name)
+            candidate = Candidate(backend, name, version())
+            try:
+                runners[candidate.title] = candidate, self._admitted(candidate, watch)
+            except FailedOnRanks as error:
+                self._failed(candidate, error)
             said = said or said_if_long(self.sharded.problem, time.perf_counter() - start)
-        self._race()
+        race = Race(Request(self.sharded.problem, ""), runners, titled(NAME, self.first), lambda: watch.spent_s)
+        race.stopwatch, race.most_rounds = watch, MOST_ROUNDS
+        round_s = sum(admitted.call_ms for _, admitted in runners.values()) / 1e3
+        exhausted(race.run(self._call, max(self.budget_ms / 1e3, FEWEST_ROUNDS * round_s)))
         self.sharded.link.transport.release()  # buffers of other exchanges
-        entrants = [
-            choice.Entrant(name, Timing(tuple(samples), self.first_ms[name]), rank=EXCHANGES.index(name))
-            for name, samples in self.samples.items()
-        ]
-        chosen = None
-        if entrants:
-            chosen, outcomes = choice.choose(entrants, self.first, calls=int(settings.expected_calls()))
-            for entrant in entrants:
-                self.found[entrant.name] = self._measured(entrant, outcomes[entrant.name])
-        return self.found, chosen, (time.perf_counter() - start) * 1e3
+        chosen = race.choose()
+        for title, (candidate, _) in runners.items():
+            if (raised := race.rounds.failures.get(title)) is not None:
+                self._failed(candidate, raised)
+            elif (row := race.row(candidate)) is not None:
+                self.found[candidate.order] = row
+        order = None if chosen is None else runners[chosen][0].order
+        return self.found, order, (time.perf_counter() - start) * 1e3
 
-    def _admit(self, name: str) -> None:
-        """Check a small problem of this kind against float64, then make a first call of the problem itself."""
-        failed = self._compare(name) or self._together(name, lambda: self.sharded.reserve(name))
-        if failed is None:
-            start = time.perf_counter()
-            failed = self._together(name, lambda: self._call(name))
-            self.first_ms[name] = max(self.sharded.link.all_gather_objects((time.perf_counter() - start) * 1e3))
-        if failed is None:
-            self.samples[name] = []
-        else:
-            self.found[name] = Row(backend=NAME, order=name, status="failed", reason=failed, version=version())
+    def _failed(self, candidate: Candidate, error: Exception) -> None:
+        logger.warning("%s failed in a trial: %s", candidate.order, error)
+        self.found[candidate.order] = candidate.measured_row("failed", str(error))
 
-    def _together(self, name: str, call: Callable[[], object]) -> str | None:
-        """Run `call` on every rank; returns the errors of the ranks where it failed, or None.
+    def _admitted(self, candidate: Candidate, watch: SlowestRank) -> Admitted:
+        """Check a small problem of this kind against float64, then make a first call of the problem itself.
 
         Raises:
-            RankLost: a rank has exited, or did not answer in time.
+            FailedOnRanks: it raised on a rank, or its results are wrong.
         """
-        error = None
-        try:
-            call()
-        except RankLost:
-            raise
-        except Exception as raised:  # noqa: BLE001 - any error is sent to all ranks
-            error = one_line(raised)
-        errors = self.sharded.link.all_gather_objects(error)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None]
-        if failed:
-            logger.warning("%s failed in a trial: %s", name, "; ".join(failed))
-        return "; ".join(failed) or None
+        error = self._compared(candidate.order, watch)
+        watch.mean_ms(partial(self.sharded.reserve, candidate.order))
+        first_ms = watch.mean_ms(self._call(candidate))
+        return Admitted(first_ms, first_ms, None, error)
 
-    def _compare(self, name: str) -> str | None:
-        """Compare a small problem of this kind over all ranks with float64; returns what is wrong, or None."""
-        ranks = self.sharded.layout.ranks
+    def _compared(self, name: str, watch: SlowestRank) -> float:
+        """The error of a small problem of this kind over all ranks; infinite where there is none to compare."""
+        ranks, found = self.sharded.layout.ranks, dict[str, Tensor]()
         if ranks > SMALL:  # fewer than one token per rank
             logger.info("%s is not compared with float64: %d ranks for a problem of %d tokens", name, ranks, SMALL)
-            return None
-        sharded, gate = _small(self.sharded)
-        results: dict[str, Tensor] = {}
-        failed = self._together(name, lambda: results.update(_shard_results(sharded, gate, name)))
-        if failed is not None:
-            return failed
-        verdict = gate.check(_whole_results(sharded, results))
-        self.errors[name] = verdict.error
-        return "; ".join(verdict.failures) or None
+            return math.inf
+        sharded, oracle = _small(self.sharded)
+        watch.mean_ms(lambda: found.update(oracle.run(cast(Backend, _OfWhole(sharded)), name)))
+        reduce = sharded.link.all_reduce
+        verdict = oracle.check({name: reduce(x.to(sum_dtype(x.dtype))).to(x.dtype) for name, x in found.items()})
+        if verdict.failures:
+            raise FailedOnRanks("; ".join(verdict.failures))
+        return verdict.error
 
-    def _call(self, name: str) -> None:
-        q, k, v = (x.detach() for x in self.tensors)
+    def _call(self, candidate: Candidate) -> Callable[[], Sequence[Tensor]]:
+        """A call of this rank's shard."""
         problem = self.sharded.problem
-        if not problem.needs_grad:
-            self.sharded.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
-        else:
-            with torch.enable_grad():
-                inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-                out, _ = self.sharded.run(name, q, k, v, self.masks.get("seq_lens"), self.masks.get("key_mask"))
-                gradients((out,), inputs, (torch.ones_like(out),))
-        if problem.device.type == "cuda":
-            torch.cuda.synchronize(problem.device)
-
-    def _race(self) -> None:
-        """Time rounds of one call per candidate until the budget is spent; all ranks use the same times."""
-        spent = 0.0
-        for number in range(MOST_ROUNDS):
-            if number >= FEWEST_ROUNDS and spent > self.budget_ms:
-                return
-            for name in list(self.samples):
-                self.sharded.link.barrier()
-                start = time.perf_counter()
-                failed = self._together(name, lambda name=name: self._call(name))  # type: ignore[misc]
-                took = max(self.sharded.link.all_gather_objects((time.perf_counter() - start) * 1e3))
-                spent += took
-                if failed is None:
-                    self.samples[name].append(took)
-                else:
-                    del self.samples[name]
-                    self.found[name] = Row(backend=NAME, order=name, status="failed", reason=failed, version=version())
-
-    def _measured(self, entrant: choice.Entrant, outcome: choice.Outcome) -> Row:
-        timing = entrant.timing
-        return Row(
-            backend=NAME,
-            order=entrant.name,
-            status=outcome.status,
-            reason=outcome.reason,
-            version=version(),
-            median_ms=timing.median_ms,
-            low_ms=timing.low_ms,
-            high_ms=timing.high_ms,
-            fastest_ms=min(timing.samples_ms),
-            first_ms=timing.first_ms,
-            rounds=len(timing.samples_ms),
-            ratio=outcome.ratio,
-            ratio_low=outcome.ratio_low,
-            ratio_high=outcome.ratio_high,
-            break_even=outcome.break_even,
-            error=self.errors.get(entrant.name),
-            measured=utc_now(),
-        )
+        q, k, v = (x.detach().requires_grad_(problem.needs_grad) for x in self.tensors)
+        grad = torch.ones_like(q) if problem.needs_grad else None
+        return Example(problem, q, k, v, grad, dict(self.masks)).call(*candidate.backend_and_order)
 
 
 def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
@@ -194,34 +211,3 @@ def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
         lengths = deal(SMALL, layout.ranks)
     oracle = Oracle.of(make(replace(small, ranks=1)))
     return replace(sharded, problem=small, layout=Layout(lengths, layout.kind)), oracle
-
-
-def _shard_results(sharded: ShardedProblem, gate: Oracle, exchange: str) -> dict[str, Tensor]:
-    """This rank's results for its shard of the gate's example; a collective."""
-    example, needs_grad = gate.example, sharded.problem.needs_grad
-    at = positions_of(sharded.layout, sharded.link.rank).to(sharded.problem.device)
-    seq_lens, key_mask = example.masks.get("seq_lens"), example.masks.get("key_mask")
-    key_mask = None if key_mask is None else key_mask.index_select(1, at)
-    with torch.set_grad_enabled(needs_grad):
-        q, k, v = (x.detach().index_select(1, at).requires_grad_(needs_grad) for x in (example.q, example.k, example.v))
-        out, lse = sharded.run(exchange, q, k, v, seq_lens, key_mask)
-        assert lse is not None
-        found = {"out": out.detach(), "lse": lse.detach()}
-        if gate.grad is not None:
-            results, weights = [out], [gate.grad.index_select(1, at)]
-            if gate.grad_lse is not None:
-                results, weights = [out, lse], [*weights, gate.grad_lse.index_select(2, at)]
-            found.update(zip(("dq", "dk", "dv"), gradients(results, (q, k, v), weights)))
-    return found
-
-
-def _whole_results(sharded: ShardedProblem, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather the results of all ranks by position; a collective."""
-    gathered = sharded.link.all_gather_objects({name: x.cpu() for name, x in results.items()})
-    order = torch.cat([positions_of(sharded.layout, rank) for rank in range(sharded.layout.ranks)])
-    whole = {}
-    for name in results:
-        axis = 2 if name == "lse" else 1
-        parts = torch.cat([each[name] for each in gathered], axis)
-        whole[name] = torch.empty_like(parts).index_copy_(axis, order, parts).to(sharded.problem.device)
-    return whole

@@ -1,4 +1,4 @@
-"""A `Problem`: the properties of a call that a backend's validity or speed can depend on, and nothing else.
+"""A `Call`: what attend() was asked; its `Problem`: what of it a backend's validity or speed can depend on, no more.
 
 Only `Problem.of` checks arguments; backends receive checked inputs.
 """
@@ -10,7 +10,7 @@ import reprlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,10 +37,78 @@ from attn_dispatch.spec.tensors import (
 )
 from attn_dispatch.spec.torch_settings import current_flash, deterministic, matmul_precision
 
-SHORTHANDS: dict[str, Any] = {"segment_lengths": None, "dilation_rates": None, "is_causal": False}  #: of a pattern
 LARGEST_SOFTCAP = 1e30  #: scores are float32 in most kernels
 PRECISIONS = ("highest", "high", "medium")
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
+
+
+class Call(NamedTuple):
+    """The arguments of `attend`, by their names and with their defaults; not checked. `_replace` makes others of it.
+
+    A tuple is made in a third of a frozen dataclass's time, and torch.compile can hand it on between graphs.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pattern: Pattern | None = None
+    segment_lengths: Any = None
+    dilation_rates: Any = None
+    is_causal: bool = False
+    seq_lens: Tensor | None = None
+    key_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    scale: float | None = None
+    layout: str = "bnhd"
+    backend: str | None = None
+    order: str | None = None
+    mesh: Any = None
+    return_lse: bool = False
+    documents: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    sink: Tensor | None = None
+    softcap: float | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    key_lens: Tensor | None = None
+    alignment: str = "lower_right"
+    first_head: int | None = None
+    all_heads: int | None = None
+
+    def with_pattern(self, pattern: Pattern | None, **changes: Any) -> Call:
+        """This call with another pattern in place of its own, or of its shorthands."""
+        return self._replace(pattern=pattern, segment_lengths=None, dilation_rates=None, is_causal=False, **changes)
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    @property
+    def tokens_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as [batch, len, heads, head_dim], whatever the layout."""
+        q, k, v = self.qkv
+        return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)) if self.layout == "bhnd" else (q, k, v)
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The tensors that a backend takes besides q, k and v, by name."""
+        return {name: getattr(self, name) for name in ("seq_lens", "key_mask", "bias", "alibi_slopes")}
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows hold several documents."""
+        return self.documents is not None or self.cu_seqlens is not None
+
+    def returned(self, out: Tensor, lse: Tensor | None) -> Any:
+        """What `attend` returns: out [batch, len, heads, head_dim] in the call's layout, and lse if it is asked for."""
+        out = out.transpose(1, 2) if self.layout == "bhnd" else out
+        return (out, lse) if self.return_lse else out
+
+
+#: Arguments that are no part of a problem: who computes it, and what makes several problems of a call.
+BEYOND_A_PROBLEM = {
+    "backend", "order", "mesh", "documents", "cu_seqlens", "sink", "key_lens", "alignment",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,41 +165,32 @@ class Problem:
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pattern: Pattern | None = None,
-        *,
-        segment_lengths: Any = None,
-        dilation_rates: Any = None,
-        is_causal: bool = False,
-        seq_lens: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        layout: str = "bnhd",
-        return_lse: bool = False,
-        first_head: int | None = None,
-        all_heads: int | None = None,
-        softcap: float | None = None,
-        bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        device: torch.device | str | None = None,
-        may_be_empty: bool = False,
-    ) -> Problem:
-        """Check a call and describe it. Arguments as for `attend`.
+        cls, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, *,
+        device: torch.device | str | None = None, **arguments: Any,
+    ) -> Problem:  # fmt: skip
+        """Check a call and describe it. Arguments as for `attend`, of which `BEYOND_A_PROBLEM` are not taken.
 
         Args:
             device: of a call on meta tensors; by default the CUDA device where available, else the CPU.
-            may_be_empty: whether there may be no rows or tokens: then the problem is only for its checks.
 
         Raises:
             InvalidInput: an argument is wrong; the message names it, its value and the allowed values.
         """
+        if unknown := arguments.keys() - (set(Call._fields) - BEYOND_A_PROBLEM):
+            raise TypeError(f"of() got an unexpected keyword argument {min(unknown)!r}")
+        return cls.of_call(Call(q, k, v, pattern, **arguments), device)
+
+    @classmethod
+    def of_call(cls, call: Call, device: torch.device | str | None = None, *, may_be_empty: bool = False) -> Problem:
+        """Check a call and describe it, whatever it says of `BEYOND_A_PROBLEM`; as `of`.
+
+        Args:
+            may_be_empty: whether there may be no rows or tokens: then the problem is only for its checks.
+        """
+        layout, bias, slopes = call.layout, call.bias, call.alibi_slopes
         if layout not in LAYOUTS:
             raise InvalidInput(f"layout must be one of {LAYOUTS}, got {layout!r}")
-        tensors = {"q": q, "k": k, "v": v}
+        tensors = {"q": call.q, "k": call.k, "v": call.v}
         for name, tensor in tensors.items():
             check_tensor(name, tensor, (0, layout.index("n")) if may_be_empty else ())
         if layout == "bhnd":
@@ -139,17 +198,17 @@ class Problem:
         dtype = common_dtype(tensors)
         where = common_device(tensors, device)
         batch, q_len, heads, head_dim, k_len, kv_heads = common_shapes(tensors)
-        chosen = given = choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)
+        chosen = given = choose_pattern(call)
         chosen.check(q_len, k_len)
-        if first_head is not None or all_heads is not None:
-            chosen = chosen.of_heads(*_share(first_head, all_heads, heads))
-        check_seq_lens(seq_lens, batch, q_len, k_len, q.device)
-        check_key_mask(key_mask, batch, k_len, q.device)
-        check_bias(bias, (batch, heads, q_len, k_len), q.device)
-        check_alibi_slopes(alibi_slopes, batch, heads, q.device)
-        if alibi_slopes is not None and isinstance(chosen, Reordered):
+        if call.first_head is not None or call.all_heads is not None:
+            chosen = chosen.of_heads(*_share(call.first_head, call.all_heads, heads))
+        check_seq_lens(call.seq_lens, batch, q_len, k_len, call.q.device)
+        check_key_mask(call.key_mask, batch, k_len, call.q.device)
+        check_bias(bias, (batch, heads, q_len, k_len), call.q.device)
+        check_alibi_slopes(slopes, batch, heads, call.q.device)
+        if slopes is not None and isinstance(chosen, Reordered):
             raise InvalidInput("alibi_slopes count places in the sequence: give tokens in natural order, not Reordered")
-        boolean("return_lse", return_lse)
+        boolean("return_lse", call.return_lse)
         default_scale = math.pow(head_dim, -0.5)
         return cls(
             pattern=chosen.simplify(max(1, q_len), max(1, k_len), heads),
@@ -162,20 +221,20 @@ class Problem:
             head_dim=head_dim,
             dtype=dtype,
             device=where,
-            scale=default_scale if scale is None else _scale(scale),
-            dropout_p=dropout(dropout_p),
+            scale=default_scale if call.scale is None else _scale(call.scale),
+            dropout_p=dropout(call.dropout_p),
             needs_grad=torch.is_grad_enabled()
             and (any(t.requires_grad for t in tensors.values()) or (bias is not None and bias.requires_grad)),
-            return_lse=return_lse,
-            has_seq_lens=seq_lens is not None,
-            has_key_mask=key_mask is not None,
+            return_lse=call.return_lse,
+            has_seq_lens=call.seq_lens is not None,
+            has_key_mask=call.key_mask is not None,
             strides=_strides(tensors, dtype),
             deterministic=deterministic(),
             matmul_precision=matmul_precision() if dtype == torch.float32 else "highest",
-            softcap=_softcap(softcap),
+            softcap=_softcap(call.softcap),
             bias=() if bias is None else (bias.shape[0], bias.shape[1]),
             bias_needs_grad=bias is not None and torch.is_grad_enabled() and bias.requires_grad,
-            alibi_axes=0 if alibi_slopes is None else alibi_slopes.ndim,
+            alibi_axes=0 if slopes is None else slopes.ndim,
             flash_kernel=(current_flash() or "") if where.type == "cuda" and dtype.itemsize == 2 else "",
         )
 
@@ -261,21 +320,20 @@ class Problem:
         return "   ".join(parts)
 
 
-def choose_pattern(pattern: object, segment_lengths: Any, dilation_rates: Any, is_causal: bool) -> Pattern:
-    """The pattern given by `attend`'s arguments: an object or the shorthands, not both."""
-    boolean("is_causal", is_causal)
-    if pattern is not None:
-        if not isinstance(pattern, Pattern):
-            raise InvalidInput(f"pattern must be one of {', '.join(PATTERNS)} or None, got {pattern!r}")
-        if segment_lengths is not None or dilation_rates is not None or is_causal:
+def choose_pattern(call: Call) -> Pattern:
+    """The pattern given by a call's arguments: an object or the shorthands, not both."""
+    boolean("is_causal", call.is_causal)
+    shorthands = {name: getattr(call, name) for name in ("segment_lengths", "dilation_rates")}
+    if call.pattern is not None:
+        if not isinstance(call.pattern, Pattern):
+            raise InvalidInput(f"pattern must be one of {', '.join(PATTERNS)} or None, got {call.pattern!r}")
+        if call.is_causal or any(each is not None for each in shorthands.values()):
             raise InvalidInput("give pattern or the shorthands segment_lengths, dilation_rates, is_causal, not both")
-        return pattern
-    if (segment_lengths is None) != (dilation_rates is None):
-        missing = "dilation_rates" if dilation_rates is None else "segment_lengths"
-        raise InvalidInput(f"segment_lengths and dilation_rates go together, but {missing} is None")
-    if segment_lengths is None:
-        return Dense(is_causal)
-    return Dilated(segment_lengths, dilation_rates, is_causal)
+        return call.pattern
+    missing = [name for name, each in shorthands.items() if each is None]
+    if len(missing) == 1:
+        raise InvalidInput(f"segment_lengths and dilation_rates go together, but {missing[0]} is None")
+    return Dense(call.is_causal) if missing else Dilated(call.segment_lengths, call.dilation_rates, call.is_causal)
 
 
 def _share(first_head: object, all_heads: object, heads: int) -> tuple[int, int]:

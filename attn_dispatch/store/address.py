@@ -11,6 +11,15 @@ from attn_dispatch.spec.groups import group_of, key_of
 KEY = re.compile(r"[0-9a-f]{20}")
 GROUP = re.compile(r"[0-9a-f]{12}")
 SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+#: The paths that a store writes below its folder; those that end in .tmp are being written.
+STORED = re.compile(rf"{SILICON.pattern}/{GROUP.pattern}/({KEY.pattern}\.json|\.{KEY.pattern}-[0-9a-f]{{8}}\.tmp)")
+
+
+def fingerprint(text: str) -> str:
+    """The text, which is safe as a file's name. Raises ValueError: it is no fingerprint of a machine."""
+    if not SILICON.fullmatch(text):
+        raise ValueError(f"not a fingerprint: {text!r}")
+    return text
 
 
 class Address(NamedTuple):

@@ -1,13 +1,14 @@
 """Bundles: many decisions in one file, which `export` writes, `import` reads and the package ships.
 
-Decisions are sorted, so that equal decisions give equal bytes. Each decision read is checked by itself, because the
-file may come from anywhere.
+Decisions are sorted, so that equal decisions give equal bytes. Each decision read is checked by itself, as the file may
+come from anywhere.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +21,7 @@ from attn_dispatch.store.decision import (
     Damaged,
     Decision,
     Row,
+    check_schema,
     decode,
     encode,
 )
@@ -45,8 +47,8 @@ class Shared(NamedTuple):
 def shareable(decisions: Iterable[Decision], backends: Collection[str]) -> Shared:
     """Select settled decisions that were measured here, and remove what concerns this machine alone.
 
-    No path, host or user remains: texts of errors, the platform, live times and unknown fields are removed, and rows
-    of other backends than `backends`.
+    No path, host or user remains: texts of errors, the platform and live times are removed, and rows of other
+    backends than `backends`.
     """
     found, left_out = [], Counter[str]()
     for each in decisions:
@@ -56,8 +58,7 @@ def shareable(decisions: Iterable[Decision], backends: Collection[str]) -> Share
             continue
         provenance = {name: each.provenance[name] for name in SHARED_PROVENANCE if name in each.provenance}
         rows = tuple(_shared_row(row) for row in each.candidates if row.backend in backends and not row.origin)
-        changes = {"provenance": provenance, "candidates": rows, "drift": None, "extra": {}}
-        found.append(msgspec.structs.replace(each, **changes))
+        found.append(msgspec.structs.replace(each, provenance=provenance, candidates=rows, drift=None))
     return Shared(found, dict(left_out))
 
 
@@ -77,7 +78,7 @@ def _shared_row(row: Row) -> Row:
     """The row without texts that may hold paths: those of errors, and any with a separator of paths."""
     is_public = row.status in (*TIMED, "not_measured", "unsupported", "over_memory", "not_installed")
     reason = row.reason if is_public and not {"/", "\\"} & set(row.reason) else ""
-    return msgspec.structs.replace(row, reason=reason, extra={})
+    return msgspec.structs.replace(row, reason=reason)
 
 
 class _Envelope(msgspec.Struct):
@@ -105,22 +106,18 @@ def read_bundle(content: bytes) -> list[Decision | Refused]:
         envelope = msgspec.json.decode(content, type=_Envelope)
     except DECODE_ERRORS as error:
         raise Damaged(str(error)) from error
-    if envelope.schema != SCHEMA:
-        raise Damaged(f"schema {envelope.schema}, this version reads {SCHEMA}")
+    check_schema(envelope.schema)
     raws = [bytes(raw) for raw in envelope.decisions] if envelope.decisions is not None else [content]
     return [_read(raw, number) for number, raw in enumerate(raws, 1)]
 
 
 def _read(raw: bytes, number: int) -> Decision | Refused:
-    what = f"decision {number}"
     try:
         if len(raw) > MAX_BYTES:
             raise Damaged(f"{len(raw)} bytes, over {MAX_BYTES}")
-        envelope = msgspec.json.decode(raw, type=_Envelope)
-        what += f", key {envelope.key[:20]!r}"
-        found = decode(raw)
+        return decode(raw)
     except Damaged as error:
+        what = f"decision {number}"
+        with suppress(*DECODE_ERRORS):
+            what += f", key {msgspec.json.decode(raw, type=_Envelope).key[:20]!r}"
         return Refused(what, str(error))
-    except DECODE_ERRORS as error:
-        return Refused(what, str(error))
-    return found

@@ -1,6 +1,6 @@
 """A decision as a struct and as bytes: JSON with sorted keys and a checksum over the rest.
 
-Fields unknown to this version are read into `extra` and written back in place, so that no round trip loses them.
+Unknown fields are dropped: a version of the package that adds one has another `SCHEMA`, and so another folder.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,20 +18,17 @@ SCHEMA = 2
 CHECKSUM_DIGITS = 32  #: hexadecimal digits
 MAX_BYTES = 1 << 24  #: bytes of one encoded decision, far above any real one
 TIMED = ("chosen", "slower", "tie")  #: statuses of candidates that were timed against the chosen one
-HEAD = b'{"checksum":"'  #: the first bytes of every encoded decision
 NEVER = datetime.min.replace(tzinfo=UTC)
 # OverflowError and ValueError: an integer too long to convert to a number or back.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
 
 CandidateId = tuple[str, str]  #: backend and order
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Damaged(ValueError):
     """The bytes are not a valid decision; the message says why."""
-
-
-class LaterSchema(Damaged):
-    """A later version of the package wrote the bytes: its file must stay as it is."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -54,28 +51,27 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     status: str
     reason: str = ""
     version: str | None = None
-    median_ms: float | None = None
-    low_ms: float | None = None
-    high_ms: float | None = None
-    fastest_ms: float | None = None
-    first_ms: float | None = None
-    device_ms: float | None = None
-    host_ms: float | None = None
-    cold_ms: float | None = None
-    rounds: int | None = None
-    ratio: float | None = None
-    ratio_low: float | None = None
-    ratio_high: float | None = None
-    break_even: float | None = None
-    peak_bytes: int | None = None
-    workspace_bytes: int | None = None
-    error: float | None = None
-    need_ms: float | None = None
+    median_ms: Amount | None = None
+    low_ms: Amount | None = None
+    high_ms: Amount | None = None
+    fastest_ms: Amount | None = None
+    first_ms: Amount | None = None
+    device_ms: Amount | None = None
+    host_ms: Amount | None = None
+    cold_ms: Amount | None = None
+    rounds: Count | None = None
+    ratio: Amount | None = None
+    ratio_low: Amount | None = None
+    ratio_high: Amount | None = None
+    break_even: Amount | None = None
+    peak_bytes: Count | None = None
+    workspace_bytes: Count | None = None
+    error: Amount | None = None
+    need_ms: Amount | None = None
     measured: str | None = None
     open: bool = False
-    failures: int | None = None
+    failures: Count | None = None
     origin: str = ""
-    extra: dict[str, Any] = {}
 
     @property
     def id(self) -> CandidateId:
@@ -102,7 +98,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     `origin` is as in a row: what another machine decided.
     """
 
-    schema: int = SCHEMA
     key: str
     silicon: str
     group: str
@@ -125,7 +120,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     attempts: int = 0
     load: dict[str, float] | None = None
     origin: str = ""
-    extra: dict[str, Any] = {}
 
     @property
     def chosen(self) -> CandidateId:
@@ -149,11 +143,6 @@ def from_elsewhere(decision: Decision, origin: str) -> Decision:
     return msgspec.structs.replace(decision, origin=origin, candidates=rows)
 
 
-MEASURED = tuple(name for name in Row.__struct_fields__ if name.endswith(("_ms", "_bytes")) or name.startswith("ratio"))
-NOT_NEGATIVE = (*MEASURED, "break_even", "rounds", "error", "failures")
-FIELDS = frozenset(Decision.__struct_fields__) - {"extra"}
-ROW_FIELDS = frozenset(Row.__struct_fields__) - {"extra"}
-
 _plain_decoder = msgspec.json.Decoder()
 msgspec.json.Decoder(Decision)  # resolves the annotations at import: in a look-up that would double its time
 _encoder = msgspec.json.Encoder(order="sorted")
@@ -171,86 +160,47 @@ def encode(decision: Decision) -> bytes:
         body = canonical(plain)
         if not _is_finite(plain):
             raise Damaged("it holds a number that is not finite")
-        check(decision)
-    except Damaged:
-        raise
+        _checked(plain)
     except (*DECODE_ERRORS, TypeError) as error:
         raise Damaged(str(error)) from error
     if len(body) > MAX_BYTES // 2:
         raise Damaged(f"{len(body)} bytes, over {MAX_BYTES // 2}")
-    return b'%b%b",%b' % (HEAD, _digest(body), body[1:])
+    return b'{"checksum":"%b",%b' % (_digest(body), body[1:])
 
 
 def decode(content: bytes) -> Decision:
     """Decode the bytes of `encode`, or equal JSON with other whitespace or order of keys.
 
     Raises:
-        Damaged: the bytes are not a valid decision of this schema. LaterSchema: they are of a later one.
+        Damaged: the bytes are not a valid decision of this schema.
     """
     try:
         plain = _plain_decoder.decode(content)
-        schema = schema_of(plain)
-        if schema != SCHEMA:
-            kind = LaterSchema if schema > SCHEMA else Damaged
-            left = ", and leaves the file as it is" if kind is LaterSchema else ""
-            raise kind(f"schema {schema}, this version reads {SCHEMA}{left}")
+        check_schema(plain.get("schema") if isinstance(plain, dict) else None)
         checksum = plain.pop("checksum", None)
         if not isinstance(checksum, str) or not _fits(checksum, content, plain):
             raise Damaged("its content does not match its checksum")
-        found = from_plain(plain)
-        check(found)
-    except Damaged:
-        raise
+        return _checked(plain)
     except DECODE_ERRORS as error:
         raise Damaged(str(error)) from error
-    return found
 
 
-def schema_of(plain: Any) -> int:
-    """The schema number of a JSON object. Raises Damaged where it has none."""
-    schema = plain.get("schema") if isinstance(plain, dict) else None
+def check_schema(schema: object) -> None:
+    """Raise Damaged where the schema number of a JSON object, None for none, is not this version's."""
     if type(schema) is not int:
         raise Damaged("it is not a decision")
-    return schema
-
-
-class _Header(msgspec.Struct):
-    schema: int
-    silicon: str
-    group: str
-    key: str
-
-
-def names_address(content: bytes, address: Address) -> bool:
-    """Whether the bytes say that they are a decision of this schema and address; the rest is not checked."""
-    try:
-        found = msgspec.json.decode(content, type=_Header)
-    except DECODE_ERRORS:
-        return False
-    return found.schema == SCHEMA and (found.silicon, found.group, found.key) == address
+    if schema != SCHEMA:
+        raise Damaged(f"schema {schema}, this version reads {SCHEMA}")
 
 
 def to_plain(decision: Decision) -> dict[str, Any]:
-    """Convert a decision to plain values, with unknown fields in place and without a checksum."""
-    plain: dict[str, Any] = msgspec.to_builtins(decision)
-    plain["schema"] = decision.schema
-    plain["candidates"] = [_inline_extra(row, ROW_FIELDS) for row in plain["candidates"]]
-    return _inline_extra(plain, FIELDS | {"checksum"})
+    """Convert a decision to plain values, without a checksum."""
+    return {**msgspec.to_builtins(decision), "schema": SCHEMA}
 
 
-def from_plain(plain: dict[str, Any]) -> Decision:
-    """Convert plain values to a decision. Raises msgspec's errors."""
-    rows = plain.get("candidates")
-    if isinstance(rows, list) and not all(isinstance(row, dict) and row.keys() <= ROW_FIELDS for row in rows):
-        plain = {
-            **plain,
-            "candidates": [_collect_extra(row, ROW_FIELDS) if isinstance(row, dict) else row for row in rows],
-        }
-    return msgspec.convert(_collect_extra(plain, FIELDS), Decision)
-
-
-def check(decision: Decision) -> None:
-    """Check that a decision is consistent in itself. Raises ValueError (Damaged is one)."""
+def _checked(plain: dict[str, Any]) -> Decision:
+    """The decision, if it is consistent in itself. Raises msgspec's errors and ValueError (Damaged is one)."""
+    decision = msgspec.convert(plain, Decision)
     if not decision.address.is_valid:
         raise Damaged("its address is not valid")
     chosen = [row.id for row in decision.candidates if row.status == "chosen"]
@@ -261,17 +211,10 @@ def check(decision: Decision) -> None:
     time_of(decision.created)
     for row in decision.candidates:
         time_of(row.measured)
-        _check_numbers(row)
-
-
-def _check_numbers(row: Row) -> None:
-    for name in NOT_NEGATIVE:
-        value = getattr(row, name)
-        if value is not None and value < 0:
-            raise Damaged(f"its {name} of {row.backend} is negative")
-    known = [value for value in (row.low_ms, row.median_ms, row.high_ms) if value is not None]
-    if known != sorted(known):
-        raise Damaged(f"its times of {row.backend} contradict each other")
+        known = [value for value in (row.low_ms, row.median_ms, row.high_ms) if value is not None]
+        if known != sorted(known):
+            raise Damaged(f"its times of {row.backend} contradict each other")
+    return decision
 
 
 def time_of(text: str | None) -> datetime:
@@ -280,18 +223,6 @@ def time_of(text: str | None) -> datetime:
         return NEVER
     found = datetime.fromisoformat(text)
     return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
-
-
-def _inline_extra(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    extra = plain.pop("extra", {})
-    return {**{name: value for name, value in extra.items() if name not in known}, **plain}
-
-
-def _collect_extra(plain: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    if plain.keys() <= known:
-        return plain
-    extra = {name: value for name, value in plain.items() if name not in known}
-    return {**{name: value for name, value in plain.items() if name in known}, "extra": extra}
 
 
 def _is_finite(value: Any) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import re
+import secrets
 import stat
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -17,36 +18,47 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from attn_dispatch.log import say_once
+from attn_dispatch.settings import NOWHERE
+
 MAX_CHECKED_BYTES = 1 << 16  #: bytes of one checked file
 UNREADABLE = (OSError, ValueError, msgspec.MsgspecError, RecursionError)  #: errors of reading a checked file
-# Without O_NONBLOCK, opening a pipe would wait for a writer for ever.
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-T = TypeVar("T")
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 LOCK = ".lock"
 LOCK_S = 2.0  #: seconds to wait for another writer at most
 TMP = ".tmp"
 STALE_S = 3600.0  #: age in seconds at which a temporary file counts as abandoned
 FILL_AFTER_TIDY = 0.9  #: share of the bound that remains after `tidy` removed files
-#: The end of a temporary file's name: mkstemp's random part and the suffix.
-MKSTEMP_PART = r"[a-z0-9_]{8}" + re.escape(TMP)
+# Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+T = TypeVar("T")
 
 
-def read(path: str | Path, most: int, *, follow: bool = False) -> bytes:
-    """Read a plain file.
+@contextmanager
+def opened(path: str | Path, *, follow: bool = False) -> Iterator[BinaryIO]:
+    """Open a plain file for reading, without blocking.
 
     Args:
         follow: whether the file may be a symbolic link; for paths that the user names, not for the cache folder's.
 
     Raises:
-        OSError: the file cannot be read, is not a plain file, or holds more than `most` bytes.
+        OSError: the file cannot be read or is not a plain file.
     """
+    try:
+        handle = os.open(path, _SAFE & ~os.O_NOFOLLOW if follow else _SAFE)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            raise OSError(errno.EINVAL, "is a symbolic link, which is not followed") from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a plain file")
+    with os.fdopen(handle, "rb") as file:
+        yield file
+
+
+def read(path: str | Path, most: float, *, follow: bool = False) -> bytes:
+    """Read a plain file. Raises OSError as `opened` does, and where it holds more than `most` bytes."""
     try:
         return _read(path, most, follow)
     except OSError as error:
@@ -55,25 +67,31 @@ def read(path: str | Path, most: int, *, follow: bool = False) -> bytes:
         return _read(path, most, follow)  # on NFS another host replaced the file between look-up and opening
 
 
-def tail(path: str | Path, most: int) -> bytes:
-    """Read the last `most` bytes of a plain file. Raises OSError."""
-    with _opened(path) as (file, size):
-        file.seek(max(0, size - most))
-        return file.read(most)
-
-
-def _read(path: str | Path, most: int, follow: bool) -> bytes:
-    with _opened(path, follow) as (file, size):
+def _read(path: str | Path, most: float, follow: bool) -> bytes:
+    with opened(path, follow=follow) as file:
+        size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"{size} bytes, over {most}")
+            raise OSError(errno.EFBIG, f"{size} bytes, over {most:.0f}")
         return file.read()
 
 
-@contextmanager
-def _opened(path: str | Path, follow: bool = False) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a plain file; the file and its size in bytes. Raises OSError."""
-    with os.fdopen(open_regular(path, follow=follow), "rb") as file:
-        yield file, os.fstat(file.fileno()).st_size
+def say_unwritten(what: str, folder: Path, error: OSError) -> None:
+    """Log once what is not kept, as a folder cannot be written; nothing more where there is no home folder."""
+    if NOWHERE not in (folder, *folder.parents):
+        say_once(f"{what}: {folder} cannot be written ({error.strerror or error})")
+
+
+def listed(base: Path, folder: Path, suffix: str) -> list[Path]:
+    """The files with a suffix, sorted by name; empty where there is no folder, or a link below `base`."""
+    try:
+        refuse_links(base, folder)
+        with os.scandir(folder) as found:
+            return sorted(Path(item.path) for item in found if item.name.endswith(suffix))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        say_once(f"{folder} cannot be read ({error.strerror or error})")
+        return []
 
 
 def refuse_links(base: Path, folder: Path) -> None:
@@ -118,13 +136,13 @@ def write(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file could not be written; the old one is unchanged.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=TMP)
+    name = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{TMP}")
     try:
+        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp's files are private; a cache may be shared
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
@@ -132,150 +150,103 @@ def write(path: Path, content: bytes) -> None:
         raise
 
 
-def append(path: Path, line: bytes) -> int:
-    """Append to a file, creating it if needed; its size afterwards in bytes. Raises OSError, for a link too."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-    handle = os.open(path, flags, 0o666)
-    with os.fdopen(handle, "wb", buffering=0) as file:
-        file.write(line)
-        return file.tell()
+def append_bounded(base: Path, path: Path, line: bytes, most: int) -> None:
+    """Append a line to a file of lines below `base`; past `most` bytes its older half is removed.
 
-
-def append_bounded(path: Path, line: bytes, most: int) -> None:
-    """Append a line to a file of lines; past `most` bytes its older half is removed. Raises OSError."""
+    Raises:
+        OSError: the file cannot be written, or is behind a link.
+    """
+    refuse_links(base, path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent):
-        if append(path, line) > most:
-            write(path, tail(path, most // 2).partition(b"\n")[2])
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _SAFE, 0o666)
+        with os.fdopen(handle, "wb", buffering=0) as file:
+            file.write(line)
+            size = file.tell()
+        if size > most:
+            write(path, read(path, float("inf"))[-most // 2 :].partition(b"\n")[2])
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock a folder against other writers; after `LOCK_S` seconds, or without lock support, go on unlocked."""
-    handle = _lock(folder)
+    handle = None
+    with suppress(OSError):
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _SAFE, 0o666)
     try:
+        if handle is not None:
+            _wait_for_lock(handle)
         yield
     finally:
-        if handle is not None and fcntl is not None:
+        if handle is not None:
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the descriptor
-            with suppress(OSError):
-                os.close(handle)
-
-
-def _lock(folder: Path) -> int | None:
-    if fcntl is None:
-        return None
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        handle = os.open(folder / LOCK, flags, 0o666)
-    except OSError:
-        return None
-    end = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EINTR) or time.monotonic() > end:
-                os.close(handle)
-                return None
-        except BaseException:
             os.close(handle)
-            raise
-        time.sleep(random.uniform(0.0005, 0.003))  # random, so that waiters do not retry in step
 
 
-def tidy(
-    root: Path,
-    levels: Sequence[re.Pattern[str]],
-    most: float,
-    keep: Path,
-    *,
-    is_own: Callable[[str], bool],
-    head: bytes,
-) -> None:
+def _wait_for_lock(handle: int) -> None:
+    end = time.monotonic() + LOCK_S
+    while time.monotonic() < end:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(random.uniform(0.0005, 0.003))  # random, so that waiters do not retry in step
+        except OSError:  # a file system without locks
+            return None
+    return None
+
+
+def tidy(root: Path, own: re.Pattern[str], most: float, keep: Path) -> None:
     """Remove abandoned temporary files and, past `most` bytes, the least recently used files.
 
     Other processes may do the same at the same time; a file that is written meanwhile stays, and so does `keep`. Files
-    with other names or content, and those behind a link, are not the store's: they are not removed.
+    with other names, and those behind a link, are not the store's: they are not removed.
 
     Args:
-        levels: patterns of the names of the folders below `root`, outermost first, then of the files without `.json`.
+        own: matches the path below `root` of every file that the store writes there, temporary ones included.
         most: bytes of all files together; removal goes down to `FILL_AFTER_TIDY` of it.
-        is_own: whether the content of the file at a path is the store's, so that it may be removed.
-        head: the first bytes of every file that the store writes; temporary files with others stay.
     """
-    *folders, stem = levels
-    own, left = re.compile(stem.pattern + r"\.json"), re.compile(rf"\.{stem.pattern}-{MKSTEMP_PART}")
     now, total = time.time(), 0
-    found: list[tuple[float, str, os.stat_result]] = []
-    for path, seen in _walk(root, folders):
-        name = os.path.basename(path)
-        if left.fullmatch(name) and now - seen.st_mtime > STALE_S:  # a time in the future counts as new
-            if _begins_with(path, head):
-                _remove(path, seen)
-        elif own.fullmatch(name):
+    found: list[tuple[int, Path, os.stat_result]] = []
+    for path, seen in _walk(root, own):
+        if path.suffix != TMP:
             total += seen.st_size
-            found.append((seen.st_mtime, path, seen))
-    if total > most:
-        oldest = [(path, seen) for _, path, seen in sorted(found) if path != str(keep)]
-        _shrink(oldest, total - FILL_AFTER_TIDY * most, is_own)
-
-
-def _shrink(oldest: list[tuple[str, os.stat_result]], excess: float, is_own: Callable[[str], bool]) -> None:
-    for path, seen in oldest:
-        if excess <= 0:
-            return
-        if is_own(path):
-            with locked(Path(path).parent):
+            found.append((seen.st_mtime_ns, path, seen))
+        elif now - seen.st_mtime > STALE_S:  # a time in the future counts as new
+            _remove(path, seen)
+    excess = total - FILL_AFTER_TIDY * most if total > most else 0
+    for _, path, seen in sorted(found, key=lambda each: each[:2]):
+        if excess > 0 and path != keep:
+            with locked(path.parent):
                 _remove(path, seen)
-        excess -= seen.st_size  # a file that is not the store's should not have been counted
+            excess -= seen.st_size
 
 
-def _remove(path: str, seen: os.stat_result) -> None:
+def _walk(root: Path, own: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
+    """The plain files below a folder whose paths match. Links are not followed, vanished files are skipped."""
+    for folder, _, names in os.walk(root):
+        for path in (Path(folder, name) for name in names):
+            with suppress(OSError):
+                seen = os.lstat(path)
+                if own.fullmatch(str(path.relative_to(root))) and stat.S_ISREG(seen.st_mode):
+                    yield path, seen
+
+
+def _remove(path: Path, seen: os.stat_result) -> None:
     with suppress(OSError):
-        now = os.stat(path, follow_symlinks=False)
-        if (now.st_dev, now.st_ino, now.st_mtime_ns) == (seen.st_dev, seen.st_ino, seen.st_mtime_ns):
+        now = os.lstat(path)
+        if (now.st_ino, now.st_mtime_ns) == (seen.st_ino, seen.st_mtime_ns):
             os.unlink(path)
-
-
-def _begins_with(path: str, head: bytes) -> bool:
-    """Whether a file begins with `head`, or was cut off within it."""
-    with suppress(OSError), _opened(path) as (file, size):
-        return file.read(len(head)) == head[:size]
-    return False
-
-
-def _walk(folder: str | Path, below: Sequence[re.Pattern[str]]) -> Iterator[tuple[str, os.stat_result]]:
-    """The plain files in folders of these names. Links are not followed; unreadable or vanished files are skipped."""
-    if os.path.islink(folder):
-        return
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                with suppress(OSError):
-                    if below and below[0].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                        yield from _walk(entry.path, below[1:])
-                    elif not below and entry.is_file(follow_symlinks=False):
-                        yield entry.path, entry.stat(follow_symlinks=False)
-    except OSError:
-        return
-
-
-def _umask() -> int:
-    """The process's umask; other systems than Linux can only read it by setting it, for all threads."""
-    with suppress(OSError, ValueError), open("/proc/self/status", encoding="utf-8", errors="replace") as status:
-        for line in status:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 class _Checked(msgspec.Struct):
     sha256: str
     content: msgspec.Raw
+
+
+def digest(*parts: str | None) -> str:
+    """Hash any text to 20 hex digits, safe in a file name."""
+    return sha256(msgspec.json.encode(parts)).hexdigest()[:20]
 
 
 def encode_checked(value: msgspec.Struct) -> bytes:
@@ -292,54 +263,13 @@ def decode_checked(line: bytes, kind: type[T]) -> T:
     return msgspec.json.decode(found.content, type=kind)
 
 
-def open_regular(path: str | Path, *, follow: bool = False) -> int:
-    """Open a plain file for reading; its descriptor; never blocks.
-
-    Raises OSError for pipes and, unless `follow`, for links.
-    """
-    try:
-        handle = os.open(path, _READ & ~os.O_NOFOLLOW if follow else _READ)
-    except OSError as error:
-        if error.errno == errno.ELOOP and not follow and os.path.islink(path):
-            raise OSError(errno.EINVAL, "is a symbolic link, which is not followed") from error
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "not a plain file")
-    return handle
-
-
-def content_of(handle: int) -> bytes:
-    """Read a whole file by its descriptor. Raises ValueError past MAX_CHECKED_BYTES."""
-    content = b""
-    while part := os.pread(handle, MAX_CHECKED_BYTES + 1 - len(content), len(content)):
-        content += part
-    if len(content) > MAX_CHECKED_BYTES:
-        raise ValueError(f"larger than {MAX_CHECKED_BYTES} bytes")
-    return content
-
-
 def read_checked(path: Path, kind: type[T]) -> T:
     """Read a checked file. Raises one of UNREADABLE."""
-    handle = open_regular(path)
-    try:
-        return decode_checked(content_of(handle), kind)
-    finally:
-        os.close(handle)
+    return decode_checked(read(path, MAX_CHECKED_BYTES), kind)
 
 
-def write_checked(path: Path, value: msgspec.Struct) -> None:
-    """Write a checked file atomically, and sync it and its folder. Raises OSError."""
+def write_checked(base: Path, path: Path, value: msgspec.Struct) -> None:
+    """Write a checked file below `base` atomically. Raises OSError, for a link in its way too."""
+    refuse_links(base, path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, encode_checked(value))
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that a new file's name survives a crash of the machine, where the file system allows it."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

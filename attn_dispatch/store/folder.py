@@ -3,8 +3,8 @@
     <cache folder>/v2/<silicon>/<group>/<key>.json
 
 The folder is $ATTN_DISPATCH_CACHE_DIR, else the user's cache folder; past $ATTN_DISPATCH_CACHE_MB the least recently
-used are removed. A file that is damaged, foreign or of a later schema is a miss, with one warning. Decisions shipped
-with the package come second to the user's own. No torch here: `inspect` must start at once.
+used are removed. A damaged or foreign file is a miss, with one warning. Decisions shipped with the package come second
+to the user's own. No torch here: `inspect` must start at once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.resources import files as package_files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -26,23 +26,10 @@ from attn_dispatch import process_state
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_bytes
 from attn_dispatch.store import files
-from attn_dispatch.store.address import GROUP, KEY, SILICON, Address
+from attn_dispatch.store.address import SILICON, STORED, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
-from attn_dispatch.store.decision import (
-    HEAD,
-    MAX_BYTES,
-    SCHEMA,
-    Damaged,
-    Decision,
-    LaterSchema,
-    decode,
-    encode,
-    from_elsewhere,
-    names_address,
-    time_of,
-)
+from attn_dispatch.store.decision import MAX_BYTES, SCHEMA, Damaged, Decision, decode, encode, from_elsewhere, time_of
 from attn_dispatch.store.merge import merge
-from attn_dispatch.store.plausible import why_refused
 from attn_dispatch.text import printable
 
 PUTS_PER_CLEANUP = 256  #: a process cleans the store up at its first write, then at every 256th
@@ -54,18 +41,9 @@ CLOCK_TOLERANCE = timedelta(days=1)  #: times further ahead than this come from 
 
 _touched: set[str] = set()
 _puts: Counter[Path] = Counter()
-_examined: set[Path] = set()  # folders of decisions, once it is known whether others can write to them
-_shared: set[Path] = set()  # cache folders that were reported
+_examined: set[Path] = set()  # cache folders, once it is known whether others can write to them
 _unstored: dict[Path, str] = {}  # why a decision could not be written, by cache folder
-process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _shared.clear)
-process_state.register(process_state.READ, _unstored.clear)
-
-
-class Added(NamedTuple):
-    """The path that a decision was written to, and the effect."""
-
-    path: Path
-    how: Literal["added", "merged", "unchanged"]
+process_state.register(process_state.READ, _touched.clear, _puts.clear, _examined.clear, _unstored.clear)
 
 
 class Store:
@@ -88,7 +66,7 @@ class Store:
     def get(self, silicon: str, group: str, key: str) -> Decision | None:
         """The stored decision, or None."""
         path = self.path(silicon, group, key)
-        self._warn_if_shared(path.parent)
+        self._warn_if_shared()
         found = _read(path, Address(silicon, group, key))
         if found is not None:
             _touch(path)
@@ -100,13 +78,12 @@ class Store:
         Raises:
             ValueError: as `path` does. InvalidInput: $ATTN_DISPATCH_CACHE_MB.
         """
-        self.path(*decision.address)
+        self.path(*decision.address)  # checks the address
         why = NO_HOME
         try:
             if self.folder != NOWHERE:
-                return self.add(decision).path
-        except LaterSchema as error:
-            why = str(error)  # reading it has logged a warning
+                self.add(decision)
+                return self.path(*decision.address)
         except OSError as error:
             # Not the file, nor the group's folder, which there may be room for: one warning for all.
             there = (str(each) for each in (self.root, *self.root.parents) if os.path.exists(each))
@@ -123,21 +100,19 @@ class Store:
         """Why this process could not store a decision here, the last time; empty if it could store all."""
         return _unstored.get(self.folder, "")
 
-    def add(self, decision: Decision) -> Added:
-        """Write a decision as `put` does, but raise on failure; its path and the effect.
+    def add(self, decision: Decision) -> Literal["added", "merged", "unchanged"]:
+        """Write a decision as `put` does, but raise on failure; the effect.
 
         Raises:
-            OSError: the file cannot be written. Damaged: the decision could not be read back. LaterSchema: a later
-            version's file is there.
+            OSError: the file cannot be written. Damaged: the decision could not be read back.
         """
-        most = max_cache_bytes()
-        path = self.path(*decision.address)
+        most, path = max_cache_bytes(), self.path(*decision.address)
         encode(decision)  # before folders are created: it raises where the decision is invalid
-        self._warn_if_shared(path.parent)
+        self._warn_if_shared()
         files.refuse_links(self.folder, path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.locked(path.parent):
-            there = _read_or_keep(path, decision.address)
+            there = _read(path, decision.address)
             content = _merged_content(decision, there)
             unchanged = there is not None and content == encode(there)
             if unchanged:
@@ -146,24 +121,18 @@ class Store:
                 files.write(path, content)
         _puts[self.folder] += 1
         if _puts[self.folder] % PUTS_PER_CLEANUP == 1:
-            files.tidy(self.root, (SILICON, GROUP, KEY), most, keep=path, is_own=_is_own, head=HEAD)
-        return Added(path, "unchanged" if unchanged else "added" if there is None else "merged")
+            files.tidy(self.root, STORED, most, keep=path)
+        return "unchanged" if unchanged else "added" if there is None else "merged"
 
     def shared(self) -> str:
         """Say which folder of the store other users can write to, and why; empty if there is none."""
-        inner = [path for silicon in _names(self.root) for path in (self.root / silicon).glob("*/")]
-        folders = dict.fromkeys((self.folder, self.root, *(path.parent for path in inner), *inner))
-        return next(filter(None, map(files.open_to_others, folders)), "")
+        return files.open_to_others(self.folder) or files.open_to_others(self.root)
 
-    def _warn_if_shared(self, folder: Path) -> None:
-        """Warn once for each cache folder where others can write to it, or to a folder inside it down to `folder`."""
-        if folder in _examined:
-            return
-        _examined.add(folder)
-        found = [files.open_to_others(each) for each in (folder, folder.parent, self.root, self.folder)]
-        if any(found) and self.folder not in _shared:
-            _shared.add(self.folder)
-            say_once(f"other users can choose this user's backends: {next(filter(None, reversed(found)))}")
+    def _warn_if_shared(self) -> None:
+        if self.folder not in _examined:
+            _examined.add(self.folder)
+            if found := self.shared():
+                say_once(f"other users can choose this user's backends: {found}")
 
     def amend(self, decision: Decision, **changes: Any) -> None:
         """Change fields of a stored decision other than its measurements; do nothing where another has replaced it.
@@ -181,14 +150,10 @@ class Store:
     def group(self, silicon: str, group: str, most: int | None = None) -> list[Decision]:
         """The readable decisions of a group, sorted by key; of more than `most`, those used last."""
         folder = self.path(silicon, group, ANY_KEY).parent
-        found, names = [], _names(folder)
+        names = _names(folder)
         if most is not None and len(names) > most:
             names = sorted(sorted(names, key=lambda name: -_used(f"{folder}/{name}"))[:most])
-        for name in names:
-            address = Address(silicon, group, name.removesuffix(".json"))
-            if address.key != name and address.is_valid:
-                found.append(_read(f"{folder}/{name}", address))
-        return [each for each in found if each is not None]
+        return [found for _, found in self._read_all(_addresses(silicon, group, names))]
 
     def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
         """The silicons for which a decision of the problem, as `Problem.to_dict` writes it, is stored."""
@@ -198,19 +163,14 @@ class Store:
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision with its path, sorted by silicon and key."""
         for silicon in _names(self.root):
-            if SILICON.fullmatch(silicon):
-                yield from self._all_of(silicon)
+            groups = {group: _names(self.root / silicon / group) for group in _names(self.root / silicon)}
+            found = [each for group, names in groups.items() for each in _addresses(silicon, group, names)]
+            yield from self._read_all(sorted(found, key=lambda each: (each.key, each.group)))
 
-    def _all_of(self, silicon: str) -> Iterator[tuple[Path, Decision]]:
-        folder = f"{self.root}/{silicon}"
-        names = [(name, group) for group in _names(folder) for name in _names(f"{folder}/{group}")]
-        for name, group in sorted(names):
-            address = Address(silicon, group, name.removesuffix(".json"))
-            if address.key != name and address.is_valid:
-                path = f"{folder}/{group}/{name}"
-                found = _read(path, address)
-                if found is not None:
-                    yield Path(path), found
+    def _read_all(self, addresses: Iterable[Address]) -> Iterator[tuple[Path, Decision]]:
+        for path, address in ((self.path(*each), each) for each in addresses):
+            if (found := _read(path, address)) is not None:
+                yield path, found
 
 
 @cache
@@ -222,7 +182,7 @@ def shipped(silicon: str) -> dict[str, Decision]:
     found = {}
     try:
         source = package_files(source).joinpath(f"{silicon}.json")
-        for each in map(_believable, read_bundle(source.read_bytes())):
+        for each in read_bundle(source.read_bytes()):
             if isinstance(each, Refused):
                 say_once(f"ignored {each.what} of the shipped profile {source}: {each.reason}")
             elif each.silicon == silicon:
@@ -237,33 +197,23 @@ def shipped(silicon: str) -> dict[str, Decision]:
 process_state.register(process_state.READ, shipped.cache_clear)
 
 
-def _believable(found: Decision | Refused) -> Decision | Refused:
-    why = "" if isinstance(found, Refused) else why_refused(found)
-    return Refused(f"key {found.key}", why) if why and not isinstance(found, Refused) else found
-
-
 def _merged_content(given: Decision, old: Decision | None) -> bytes:
     """Encode the given decision, merged with the stored one if there is one."""
-    given = _without_future_times(given)
     if old is not None and old != given:
         with suppress(Damaged):  # each rules out the other's choice: write the given one
-            return encode(merge(_dated(_without_future_times(old)), _dated(given)))
+            return encode(merge(_dated(old), _dated(given)))
     return encode(given)
 
 
-def _without_future_times(decision: Decision) -> Decision:
-    """Replace times in the future by `LONG_AGO`: they come from a wrong clock and would win over every measurement."""
-    latest = datetime.now(UTC) + CLOCK_TOLERANCE
-    if any(time_of(row.measured) > latest for row in decision.candidates):
-        rows = (replace(r, measured=LONG_AGO) if time_of(r.measured) > latest else r for r in decision.candidates)
-        decision = replace(decision, candidates=tuple(rows))
-    return replace(decision, created=LONG_AGO) if time_of(decision.created) > latest else decision
-
-
 def _dated(decision: Decision) -> Decision:
-    """Date rows without a time of measuring by their decision, which is right before a merge."""
-    rows = (row if row.measured else replace(row, measured=decision.created) for row in decision.candidates)
-    return replace(decision, candidates=tuple(rows))
+    """Date rows without a time by their decision, and those of a wrong clock, which would win for ever, long ago."""
+    latest = datetime.now(UTC) + CLOCK_TOLERANCE
+
+    def past(text: str) -> str:
+        return LONG_AGO if time_of(text) > latest else text
+
+    rows = [replace(row, measured=past(row.measured or decision.created)) for row in decision.candidates]
+    return replace(decision, created=past(decision.created), candidates=tuple(rows))
 
 
 def _touch(path: Path) -> None:
@@ -293,32 +243,20 @@ def _names(folder: Path | str) -> list[str]:
         return []
 
 
-def _read(path: Path | str, address: Address) -> Decision | None:
+def _addresses(silicon: str, group: str, names: Iterable[str]) -> list[Address]:
+    """The addresses of the files that hold decisions, by their names in a group's folder."""
+    found = [Address(silicon, group, name.removesuffix(".json")) for name in names if name.endswith(".json")]
+    return [address for address in found if address.is_valid]
+
+
+def _read(path: Path, address: Address) -> Decision | None:
     """The decision in a file; None, with one warning, where it cannot be read."""
-    with suppress(LaterSchema):
-        return _read_or_keep(path, address)
-    return None
-
-
-def _read_or_keep(path: Path | str, address: Address) -> Decision | None:
-    """Read as `_read` does. Raises LaterSchema, with the same warning, where the file must stay as it is."""
     try:
         found = decode(files.read(path, MAX_BYTES))
+        if found.address != address:
+            raise Damaged("it holds another problem's decision")
     except (OSError, Damaged) as error:
-        if not isinstance(error, FileNotFoundError) and getattr(error, "errno", None) not in NOT_A_FOLDER:
+        if getattr(error, "errno", None) not in (errno.ENOENT, *NOT_A_FOLDER):
             say_once(f"ignored {path}: {error}")
-        if isinstance(error, LaterSchema):
-            raise
-        return None
-    if found.address != address:
-        say_once(f"ignored {path}: it holds another problem's decision")
         return None
     return found
-
-
-def _is_own(path: str) -> bool:
-    """Whether a file in a decision's place is that decision of this schema, even a damaged one."""
-    silicon, group, name = Path(path).parts[-3:]
-    with suppress(OSError):
-        return names_address(files.read(path, MAX_BYTES), Address(silicon, group, name.removesuffix(".json")))
-    return False

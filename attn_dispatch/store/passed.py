@@ -8,42 +8,31 @@ damaged or missing line costs a repeated check, nothing else.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from attn_dispatch import process_state
-from attn_dispatch.log import say_once
-from attn_dispatch.settings import NOWHERE
 from attn_dispatch.store import files
-from attn_dispatch.store.address import SILICON
-from attn_dispatch.store.crash_markers import digest
+from attn_dispatch.store.address import fingerprint
 from attn_dispatch.store.decision import Decision
 
 MOST = 1 << 20  #: bytes of one file
 
-_known: dict[Path, set[str]] = {}
-process_state.register(process_state.READ, _known.clear)
-
 
 def has_passed(folder: Path, silicon: str, check: str) -> bool:
     """Whether the check with these digits was passed on this machine. The file is read once in a process."""
-    return check in _read(_path(folder, silicon))
+    return check in _known(_path(folder, silicon))
 
 
 def note_passed(folder: Path, silicon: str, check: str) -> None:
     """Remember a passed check; in this process only, logged once, where the folder cannot be written."""
     path = _path(folder, silicon)
-    known = _read(path)
-    if check in known:
-        return
-    known.add(check)
-    if folder == NOWHERE:
-        return
-    try:
-        files.refuse_links(folder, path.parent)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.append_bounded(path, check.encode() + b"\n", MOST)
-    except OSError as error:
-        say_once(f"passed checks are not remembered: {path.parent} cannot be written ({error.strerror or error})")
+    if check not in _known(path):
+        _known(path).add(check)
+        try:
+            files.append_bounded(folder, path, check.encode() + b"\n", MOST)
+        except OSError as error:
+            files.say_unwritten("passed checks are not remembered", path.parent, error)
 
 
 def is_confirmed(folder: Path, decision: Decision, *version: str | None) -> bool:
@@ -59,22 +48,20 @@ def note_confirmed(folder: Path, decision: Decision, version: str | None) -> Non
 
 def _digest(decision: Decision, *version: str | None) -> str:
     """Twenty digits for a choice: its problem, its candidate, when it was made, and the version that was checked."""
-    return digest(decision.key, *decision.chosen, *version, decision.created)
+    return files.digest(decision.key, *decision.chosen, *version, decision.created)
 
 
 def _path(folder: Path, silicon: str) -> Path:
-    if not SILICON.fullmatch(silicon):
-        raise ValueError(f"not a fingerprint: {silicon!r}")
-    return folder / "passed" / f"{silicon}.txt"
+    return folder / "passed" / f"{fingerprint(silicon)}.txt"
 
 
-def _read(path: Path) -> set[str]:
-    found = _known.get(path)
-    if found is None:
-        try:
-            # Longer than MOST, since several processes may append before one shortens it.
-            found = set(files.read(path, 4 * MOST).decode(errors="replace").split())
-        except OSError:
-            found = set()
-        _known[path] = found
-    return found
+@cache
+def _known(path: Path) -> set[str]:
+    try:
+        # Longer than MOST, since several processes may append before one shortens it.
+        return set(files.read(path, 4 * MOST).decode(errors="replace").split())
+    except OSError:
+        return set()
+
+
+process_state.register(process_state.READ, _known.cache_clear)

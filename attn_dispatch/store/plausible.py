@@ -1,7 +1,7 @@
 """Times that no machine of a decision's silicon can have measured: the least work of the problem at a generous peak.
 
-No table of machines: the silicon's fingerprint gives its cores or multiprocessors. The work is counted from below: of a
-dilated pattern only the largest branch, at borders of windows half of the keys. No torch here.
+No table of machines: the silicon's fingerprint gives its cores or multiprocessors. The work is counted from below: half
+of the pairs of dense attention, of other patterns one key for every second query that is selected. No torch here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from attn_dispatch.store.address import Address
@@ -23,17 +22,19 @@ HALF_FACTOR = 2  #: factor for 16-bit types
 MATRIX_OPERATIONS = 4096  #: operations of a core and cycle with a matrix unit (AMX, SME)
 MULTIPROCESSOR_OPERATIONS = 16384  #: operations of a multiprocessor and cycle, in any type
 FORWARD, BOTH = 4, 12  #: least operations per visible pair and entry of head_dim: forward, forward and backward
+KINDS = ("Dense", "Window", "Dilated", "Neighborhood")  #: in others all queries may be without keys
 MASKED_SHARE = 1 / 8  #: share of the pairs that the masks of a trial leave at least
-SIZES = ("q_len", "k_len", "heads")
 # What a stored problem of an unknown kind, or a damaged one, raises.
-PROBLEM_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ArithmeticError)
+PROBLEM_ERRORS = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def why_refused(decision: Decision) -> str:
     """Why another machine's decision is not believed: it is another problem's, or a time cannot be; else empty."""
-    with suppress(*PROBLEM_ERRORS):
+    try:
         if Address.of(decision.problem, decision.silicon) != decision.address:
             return "its key is not that of its problem"
+    except PROBLEM_ERRORS:
+        return ""
     return impossible_time(decision)
 
 
@@ -59,12 +60,14 @@ def least_time_ms(problem: Mapping[str, Any], silicon: str) -> float:
     Raises:
         KeyError, TypeError, ValueError, ArithmeticError: `problem` is invalid.
     """
-    pairs = float(problem["batch"]) * _least_pairs(problem["pattern"], *(float(problem[name]) for name in SIZES))
+    batch, heads, q_len, k_len = (float(problem[name]) for name in ("batch", "heads", "q_len", "k_len"))
+    pattern = problem["pattern"].get("pattern", problem["pattern"])  # inside of a Reordered
+    keys = k_len if pattern["kind"] == "Dense" else 1 / max(pattern.get("dilation_rates", (1,)))
+    pairs = batch * heads * min(q_len, k_len) * keys / 2 if pattern["kind"] in KINDS else 0.0
     for mask in (problem["has_seq_lens"], problem["has_key_mask"], problem.get("bias")):
         pairs *= MASKED_SHARE if mask else 1
     operations = pairs * float(problem["head_dim"]) * (BOTH if problem["needs_grad"] else FORWARD)
-    peak = _peak_per_s(problem, silicon)
-    return operations / peak * 1e3
+    return operations / _peak_per_s(problem, silicon) * 1e3
 
 
 def _peak_per_s(problem: Mapping[str, Any], silicon: str) -> float:
@@ -79,29 +82,3 @@ def _peak_per_s(problem: Mapping[str, Any], silicon: str) -> float:
     if re.search(r"-(amx_|sme)", silicon):
         each = MATRIX_OPERATIONS
     return max(map(int, cpu.groups())) * CPU_HZ * each
-
-
-def _least_pairs(pattern: Mapping[str, Any], q_len: float, k_len: float, heads: float) -> float:
-    """Pairs of a query and a key that it sees, of all heads of one sequence, counted from below."""
-    kind, shorter = pattern["kind"], min(q_len, k_len)
-    if kind == "Reordered":
-        return _least_pairs(pattern["pattern"], q_len, k_len, heads)
-    if kind == "Dense":
-        seen = shorter * k_len - shorter * (shorter - 1) / 2 if pattern["is_causal"] else q_len * k_len
-    elif kind == "Window":
-        sides = [k_len if side is None else float(side) for side in (pattern["left"], pattern["right"])]
-        seen = shorter * min(sum(sides) + 1, shorter) / 2
-    elif kind == "Dilated":
-        branches = zip(pattern["segment_lengths"], pattern["dilation_rates"], strict=True)
-        seen = max(_branch_pairs(q_len, float(length), float(rate)) for length, rate in branches)
-        seen /= (2 if pattern["is_causal"] else 1) * (1 if pattern["heads"] == "all" else heads)
-    else:
-        axes = zip(pattern["window"], pattern["is_causal"], strict=True)
-        seen = q_len * math.prod(1 if causal else max(1, window // 2) for window, causal in axes)
-    return heads * seen
-
-
-def _branch_pairs(tokens: float, length: float, rate: float) -> float:
-    """Of one branch that is not causal, for a head in it."""
-    length = min(length, tokens)
-    return tokens // length * (length // rate) ** 2

@@ -17,8 +17,6 @@ import torch
 
 from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.log import say_once
-from attn_dispatch.settings import NOWHERE
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import files
 
@@ -34,18 +32,15 @@ def note_missed(folder: Path, problem: dict[str, Any]) -> None:
     """Append a problem to the folder's file of missed problems, as a rule once in a process."""
     line = msgspec.json.encode(problem) + b"\n"
     mark = folder, hashlib.sha256(line).digest()
-    if mark in _noted or folder == NOWHERE:
-        return
-    path = folder / MISSED
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.append_bounded(path, line, MOST)
-    except OSError as error:
-        say_once(f"misses are not recorded: {folder} cannot be written ({error.strerror or error})")
+    if mark in _noted:
         return
     if len(_noted) >= MAX_NOTED:
         _noted.clear()
     _noted.add(mark)
+    try:
+        files.append_bounded(folder, folder / MISSED, line, MOST)
+    except OSError as error:
+        files.say_unwritten("misses are not recorded", folder, error)
 
 
 class Use(NamedTuple):

@@ -47,7 +47,10 @@ process_state.register(process_state.FACTS, _stalled.clear)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend in an order; `row` rules it out unless None. `needed_bytes` is workspace plus results."""
+    """A backend in an order; `row` rules it out unless None. `needed_bytes` is workspace plus results.
+
+    `variant` tells candidates of one backend and order apart, such as their block sizes.
+    """
 
     backend: Backend
     order: str
@@ -55,6 +58,7 @@ class Candidate:
     row: Row | None = None
     workspace_bytes: int = 0
     needed_bytes: int = 0
+    variant: str = ""
 
     @property
     def name(self) -> str:
@@ -67,7 +71,7 @@ class Candidate:
     @property
     def title(self) -> str:
         """Its name in messages, and its key in the tables of a trial."""
-        return titled(*self.id)
+        return " ".join(filter(None, (titled(*self.id), self.variant)))
 
     @property
     def backend_and_order(self) -> tuple[Backend, str]:
@@ -216,7 +220,7 @@ class Request:
         entry = quarantine.find(backend.name, version, self.address.group)
         if entry is None or (entry.is_doubtful and self._leaves_far_more_work(backend, quarantine)):
             return None
-        what = f"{entry.kind} on {entry.created[:10]} with {entry.title}: {entry.reason}{until(entry)}"
+        what = f"{entry.kind} on {entry.created:%Y-%m-%d} with {entry.title}: {entry.reason}{until(entry)}"
         return f"{what}; `attn-dispatch doctor` lifts it"
 
     def _leaves_far_more_work(self, backend: Backend, quarantine: Quarantine) -> bool:
@@ -308,7 +312,7 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> object:
         raise ImportError(f"{entry.reason}{until(entry)}; `attn-dispatch doctor --lift '{name}'` lifts it")
     title = f"the entry point {point.value}"
     try:
-        with crash_marker(cache_folder(), where, name, version, title, patience_s=limit_s):
+        with crash_marker(cache_folder(), where, name, version, title):
             backend = guard.run_guarded(load, limit_s)
     except guard.TimedOut as error:
         _add_hang(where, name, version, f"the {name} {one_line(error)}", title)
@@ -317,7 +321,7 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> object:
     return backend
 
 
-registry.import_guard = _guarded_import
+registry.guard_imports(_guarded_import)
 
 
 def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:

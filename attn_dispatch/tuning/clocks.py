@@ -276,11 +276,13 @@ class CudaStopwatch:
     """
 
     load = NO_LOAD
-    warms = True  #: unless what runs between samples does
     #: Milliseconds of a sample: the first call after a wait for the device takes the host up to three times as long.
     shortest_ms = 4.0
 
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.perf_counter, *, warms: bool = True
+    ) -> None:
+        self.warms = warms  #: unless what runs between samples does
         self._device = device
         self._clock = clock
         self._torch: Any = importlib.import_module("torch")

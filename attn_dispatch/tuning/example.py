@@ -14,7 +14,6 @@ from attn_dispatch.kernels.contract import Backend, runner
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import randn
-from attn_dispatch.tuning.rounds import Steps, exhausted
 
 HIDDEN_SHARE, HIDDEN_KEYS = 0.2, 3  #: entries of a bias that are -inf; keys that it hides from all queries
 
@@ -60,30 +59,20 @@ class Example:
         return forward_backward if self.problem.needs_grad else forward
 
     def empty(self) -> None:
-        """Free the memory of the tensors, the masks' excepted, until `refill`: between the steps of a trial."""
+        """Free the memory of the tensors, the masks' excepted, until `restore`: between the steps of a trial."""
         for each in self._tensors():
             each.untyped_storage().resize_(0)
-
-    def refill(self) -> None:
-        """Allocate the tensors that `empty` freed and draw the same values again."""
-        with torch.no_grad():
-            device = self.problem.device if self.on_device else "cpu"
-            for each, fresh in zip(
-                self._tensors(), _drawn(self.problem, torch.Generator(device).manual_seed(self.seed))
-            ):
-                storage = fresh.untyped_storage()
-                each.untyped_storage().resize_(storage.nbytes())
-                each.untyped_storage().copy_(storage)
 
     def facts(self) -> list[float]:
         """A sum of each tensor, by which a change of its values is noticed."""
         return [float(x.detach().sum(dtype=torch.float64)) for x in (*self._tensors(), *self.masks.values())]
 
     def restore(self) -> None:
-        """Draw the values of all tensors again, as `make` did: something has written into them."""
+        """Draw the values of all tensors again, as `make` did: they were freed, or something has written into them."""
         fresh = make(self.problem, self.seed, on_device=self.on_device)
         pairs = zip((*self._tensors(), *self.masks.values()), (*fresh._tensors(), *fresh.masks.values()))
         for own, drawn in pairs:
+            own.untyped_storage().resize_(drawn.untyped_storage().nbytes())
             own.untyped_storage().copy_(drawn.untyped_storage())
 
     def _tensors(self) -> list[Tensor]:
@@ -103,18 +92,6 @@ def example_bytes(problem: Problem) -> int:
     return ((2 if problem.needs_grad else 1) * q + 2 * kv) * problem.dtype.itemsize + masks
 
 
-def made_timed(problem: Problem, clock: Callable[[], float]) -> Steps[tuple[Example, float]]:
-    """The example of a trial, and the seconds that its budget does not include: on CUDA those of drawing it.
-
-    There they are drawn on the device, for a CPU would take a minute for the longest sequences; the first use of the
-    device, which may take seconds, falls into them.
-    """
-    start = clock()
-    example = yield from made(problem, on_device=True)
-    synchronize(problem.device)
-    return example, clock() - start if problem.device.type == "cuda" else 0.0
-
-
 def synchronize(device: torch.device) -> None:
     """Wait for what a CUDA device was given to do."""
     if device.type == "cuda":
@@ -127,19 +104,10 @@ def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example
     Args:
         on_device: whether to draw q, k, v and the gradient on a CUDA device itself: other values than a CPU's.
     """
-    return exhausted(made(problem, seed, on_device=on_device))
-
-
-def made(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Steps[Example]:
-    """`make` in steps: one for each tensor."""
-    generator, drawn = torch.Generator().manual_seed(seed), []
-    values = (
-        torch.Generator(problem.device).manual_seed(seed) if on_device and problem.device.type == "cuda" else generator
-    )
-    for each in _drawn(problem, values):
-        drawn.append(each)
-        yield 0.0
-    q, k, v, *grads = drawn
+    generator = torch.Generator().manual_seed(seed)
+    on_cuda = on_device and problem.device.type == "cuda"
+    values = torch.Generator(problem.device).manual_seed(seed) if on_cuda else generator
+    q, k, v, *grads = _drawn(problem, values)
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
     masks = {}

@@ -28,8 +28,7 @@ from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import DTYPES, randn, stride_class
 from attn_dispatch.text import gib
 from attn_dispatch.tuning.example import Example, score_tensors
-from attn_dispatch.tuning.oracle import PAIRS, CheckResult, NoReference, Oracle, referenced
-from attn_dispatch.tuning.rounds import Steps, exhausted
+from attn_dispatch.tuning.oracle import CheckResult, NoReference, Oracle, reference
 
 CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
@@ -123,14 +122,15 @@ class HardCase:
 
 def hard_cases(problem: Problem) -> tuple[HardCase, ...]:
     """The hard cases of a problem's class, evaluated once; empty where the sequence is sharded."""
-    return tuple(exhausted(case_of(spec)) for spec in class_key(problem))
+    return tuple(map(case_of, class_key(problem)))
 
 
-def case_of(spec: CaseSpec) -> Steps[HardCase]:
-    """The hard case of a recipe, evaluated once, in steps. Raises NoReference."""
+def case_of(spec: CaseSpec) -> HardCase:
+    """The hard case of a recipe, evaluated once. Raises NoReference."""
     found = _cases.get(spec)
     if found is None:
-        found = yield from referenced(_evaluated(spec), spec.problem)
+        with reference():
+            found = _evaluated(spec)
         if len(_cases) >= CACHED_CASES:
             _cases.clear()
         _cases[spec] = found
@@ -251,7 +251,7 @@ def _whole(kind: str) -> str:
 _cases: dict[CaseSpec, HardCase] = {}
 
 
-def _evaluated(spec: CaseSpec) -> Steps[HardCase]:
+def _evaluated(spec: CaseSpec) -> HardCase:
     generator = torch.Generator().manual_seed(0)
     q_shape = (spec.problem.batch, spec.problem.q_len, spec.problem.heads, spec.problem.head_dim)
     kv_shape = (spec.problem.batch, spec.problem.k_len, spec.problem.kv_heads, spec.problem.head_dim)
@@ -274,8 +274,7 @@ def _evaluated(spec: CaseSpec) -> Steps[HardCase]:
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
     example = Example(problem, q, k, v, grad if problem.needs_grad else None, masks)
-    yield 0.0
-    oracle = yield from Oracle.evaluated(example, 0, PAIRS)
+    oracle = Oracle.of(example)
     if oracle.grad is not None and len(oracle.rows) * len(oracle.heads) == problem.q_len * problem.heads:
         oracle = replace(oracle, grad=grad)  # the same values in the unusual memory order
     tensors = {"q": q, "k": k, "v": v, "the gradient": grad, **example.masks}

@@ -11,12 +11,10 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,7 +28,6 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.rounds import Steps, T, exhausted
 
 PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
 FEW_PAIRS = 2**16  #: the same where a caller waits
@@ -41,7 +38,6 @@ GRADIENTS = ("dq", "dk", "dv", "dbias")
 MEETING_S = 0.1  #: seconds that two calls wait for one another to begin at once
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 FEWEST_HEADS = 2  #: the same of heads
-BOUNDS_FACTOR = 4.0  #: time of bounding the rounding errors, relative to that of the exact results
 
 
 class NoReference(Exception):
@@ -57,17 +53,6 @@ def reference() -> Iterator[None]:
         if not guard.is_shortage(error):
             raise
         raise NoReference(one_line(error)) from error
-
-
-def referenced(steps: Steps[T], problem: Problem) -> Steps[T]:
-    """Each of these steps as `reference` runs it, with threads for the problem."""
-    while True:
-        with reference(), _threads_for(problem):
-            try:
-                need_s = next(steps)
-            except StopIteration as end:
-                return cast(T, end.value)
-        yield need_s
 
 
 @contextmanager
@@ -127,12 +112,11 @@ class Oracle:
     @classmethod
     def of(cls, example: Example, seed: int = 0, pairs: int | None = None) -> Oracle:
         """Evaluate the expected results, of rows with about `pairs` (`PAIRS`) query-key pairs. Raises NoReference."""
-        steps = cls.evaluated(example, seed, PAIRS if pairs is None else pairs)
-        return exhausted(referenced(steps, example.problem))
+        with reference(), _threads_for(example.problem):
+            return cls._evaluated(example, seed, PAIRS if pairs is None else pairs)
 
     @classmethod
-    def evaluated(cls, example: Example, seed: int, pairs: int) -> Steps[Oracle]:
-        """The same in steps, to be taken by `referenced`."""
+    def _evaluated(cls, example: Example, seed: int, pairs: int) -> Oracle:
         example = example.without_dropout()
         rows, heads = draw(example.problem, seed, pairs)
         rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
@@ -142,9 +126,7 @@ class Oracle:
             grad[:, rows[:, None], heads] = example.grad[:, rows[:, None], heads]
             grad_lse = _grad_lse(example.problem, rows, heads, seed)
         sample = _Sample.of(example, rows, heads, grad_lse)
-        yield 0.0
-        expected = yield from sample.expected()
-        return cls(example, rows, heads, grad, grad_lse, expected, example.facts())
+        return cls(example, rows, heads, grad, grad_lse, sample.expected(), example.facts())
 
     @property
     def differences(self) -> list[float]:
@@ -154,12 +136,15 @@ class Oracle:
         return [2 * off * (1 if name in ("out", "dq") else rows) for name, off in found.items()]
 
     def empty(self) -> None:
-        """Free the memory of the gradient until `refill`."""
+        """Free the memory of the example and of the gradient until `restore`."""
+        self.example.empty()
         if self.grad is not None:
             self.grad.untyped_storage().resize_(0)
 
-    def refill(self) -> None:
-        """Allocate the gradient that `empty` freed, of an example that has its values."""
+    @reference()
+    def restore(self) -> None:
+        """Draw the example again. Raises NoReference."""
+        self.example.restore()
         if self.grad is not None and self.example.grad is not None:
             self.grad.untyped_storage().resize_(self.grad.numel() * self.grad.itemsize)
             where = (slice(None), self.rows[:, None], self.heads)
@@ -168,11 +153,10 @@ class Oracle:
     @reference()
     def restored(self) -> bool:
         """Whether something wrote into the example; then it is drawn again. Raises NoReference."""
-        if self.example.facts() == self.facts:
-            return False
-        self.example.restore()
-        self.refill()
-        return True
+        changed = self.example.facts() != self.facts
+        if changed:
+            self.restore()
+        return changed
 
     def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
         """Run the candidate at full size; its tensors by name.
@@ -302,7 +286,8 @@ def expected_of(example: Example, grad_lse: Tensor | None = None) -> dict[str, E
     problem, device = example.problem, example.q.device
     every = torch.arange(problem.q_len, device=device), torch.arange(problem.heads, device=device)
     sample = _Sample.of(example.without_dropout(), *every, grad_lse)
-    return exhausted(referenced(sample.expected(), problem))
+    with reference(), _threads_for(problem):
+        return sample.expected()
 
 
 def _parts(result: object) -> tuple[Tensor, Tensor | None]:
@@ -402,14 +387,9 @@ class _Sample:
             added = finite if added is None else added + finite
         return formula.ScoreTerms(softcap, added)
 
-    def expected(self) -> Steps[dict[str, Expected]]:
+    def expected(self) -> dict[str, Expected]:
         """The exact results, and what a correct one may differ by."""
-        start_s = time.perf_counter()
-        exact = self.evaluate(torch.float64)
-        took_s = time.perf_counter() - start_s
-        yield took_s
-        rounded = self.evaluate(self.problem.dtype)
-        yield took_s * BOUNDS_FACTOR
+        exact, rounded = (self.evaluate(dtype) for dtype in (torch.float64, self.problem.dtype))
         bounds = self.rounding_errors(exact)
         return {name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()}
 

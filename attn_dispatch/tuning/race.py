@@ -1,13 +1,9 @@
-"""The race of one trial: times the admitted candidates against one another within the budget and chooses one.
-
-And a short one, which checks another machine's choice against the static choice by a few calls.
-"""
+"""The race of one trial: times the admitted candidates against one another within the budget and chooses one."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,14 +15,14 @@ from torch import Tensor
 from attn_dispatch.kernels.contract import traces
 from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
-from attn_dispatch.settings import cache_folder, expected_calls, timeout_s
+from attn_dispatch.settings import cache_folder, expected_calls
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
-from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
-from attn_dispatch.text import one_line, titled
+from attn_dispatch.store.decision import TIMED, Decision, Row
+from attn_dispatch.text import one_line
 from attn_dispatch.tuning import choice, guard, intervals
-from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device, static_choice
-from attn_dispatch.tuning.choice import Admitted, Rejected
+from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device
+from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import (
     LONGEST_DISTURBED_MS,
     ONE_TIME_MS,
@@ -36,23 +32,16 @@ from attn_dispatch.tuning.clocks import (
     HostStopwatch,
     Stopwatch,
 )
-from attn_dispatch.tuning.example import Example, example_bytes, make
-from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.oracle import FEW_PAIRS, NoReference, reference
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, exhausted, sampled_in_rounds
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, sampled_in_rounds
 
 TARGET = 0.02  #: half-width of a median's interval, as its share, that a race goes on for where nobody waits
 HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
 INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
-# Of the check of another machine's choice.
-CHECK_ROUNDS, CHECK_S = 3, 0.005  #: calls of each candidate, and seconds that these get at least
-CHECK_RATIO = 1.10  #: time over the static choice's from which the choice is refuted
-CLEAR_RATIO = 2.0  #: ratio of long calls from which one of each is enough
 MAY_WIN_RATIO = 1.5  #: a candidate left out at a lower ratio might still be the fastest
 LOOK_SHARE = 0.03  #: share of the time of samples that looks at their results may take
 LOOKED_AT = 2**13  #: entries of each tensor, about
 
-Calls = Mapping[str, Callable[[], object]]
+CallOf = Callable[[Candidate], Callable[[], Sequence[Tensor]]]
 
 
 class ChangedResult(Exception):
@@ -80,18 +69,23 @@ class Race:
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
     plan_ms: dict[str, float] = field(default_factory=dict[str, float])  #: of a first call in this thread, on CUDA
-    _stopwatch: _MarkedStopwatch | None = None
+    stopwatch: Stopwatch | None = None  #: by default the device's, with crash markers and capped memory
+    most_rounds: int = 1000
+    _marked: _MarkedStopwatch | None = None
+    _warm: Callable[[], None] | None = None  #: on CUDA
 
     @property
     def problem(self) -> Problem:
         return self.request.problem
 
-    def run(self, example: Example, remaining_s: float | None, disturbed_s: float | None = None) -> Steps[None]:
+    def run(self, call_of: CallOf, remaining_s: float | None, disturbed_s: float | None = None) -> Steps[None]:
         """Time the candidates round by round, within what remains of the budget (seconds); where a caller waits,
         `disturbed_s` if that is more and other programs take the cores. With it, and in steps, the race ends once no
         comparison is open. Where other code runs between two steps, call `pause` before it.
+
+        Args:
+            call_of: makes the call of a candidate that is timed.
         """
-        self._skip_slowest(remaining_s)
         racing = {name: runner[0] for name, runner in self.runners.items() if name not in self.skipped}
         if len(racing) == 1 and remaining_s is not None and remaining_s <= 0:
             # Nothing to compare with and no budget left: the run that the gate checked is the only sample.
@@ -100,17 +94,52 @@ class Race:
             self.rounds = Rounds({only: intervals.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
             return
         guard.end_idle_threads()  # they would occupy cores during the timing
-        timed = {name: example.call(*candidate.backend_and_order) for name, candidate in racing.items()}
-        calls = {name: _Watched(call, self.differences) for name, call in timed.items()}
+        calls = {name: _Watched(call_of(candidate), self.differences) for name, candidate in racing.items()}
+        stopwatch, failures = self.stopwatch or self._device_stopwatch(calls), dict[str, Exception]()
         try:
-            self.rounds = yield from self._time(calls, remaining_s, disturbed_s)
+            if self._warm is not None:
+                yield from self._call_untimed(calls, stopwatch, failures)
+                self._warm()
+            rounds = yield from sampled_in_rounds(
+                {name: call for name, call in calls.items() if name not in failures},
+                budget_s=remaining_s,
+                disturbed_budget_s=disturbed_s,
+                short_of_rounds=self._warm is None,
+                max_rounds=self.most_rounds,
+                clock=self.clock,
+                stopwatch=stopwatch,
+                incumbents=(self.incumbent,),
+                first_ms={name: self.runners[name][1].call_ms for name in calls},
+                extra_ms={name: self._plan_share_ms(name) for name in calls},
+                target=TARGET if disturbed_s is None and not self.stepped else math.inf,
+            )
+            self.rounds = replace(rounds, failures=failures | rounds.failures)
         finally:
             self.pause()
 
+    def _device_stopwatch(self, calls: Mapping[str, Callable[[], object]]) -> Stopwatch:
+        candidates = {call: self.runners[name][0] for name, call in calls.items()}
+        stopwatch = stopwatch_of(self.problem.device, self.stepped)
+        self._warm = stopwatch.warm if isinstance(stopwatch, CudaStopwatch) else None
+        self._marked = _MarkedStopwatch(stopwatch, self.request, candidates)
+        return self._marked
+
+    def _call_untimed(
+        self, calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, failures: dict[str, Exception]
+    ) -> Steps[None]:
+        """Call every candidate once, and note the milliseconds: those of a first call where no plan was kept.
+
+        Libraries keep some of what they build for each thread, as cuDNN keeps its plans: it was built in the guard's.
+        """
+        for name, call in calls.items():
+            yield 0.0
+            with ending_on_failure(name, failures):
+                self.plan_ms[name] = stopwatch.mean_ms(call)
+
     def pause(self) -> None:
         """Lift the limit of memory and remove the crash markers until the next sample."""
-        if self._stopwatch is not None:
-            self._stopwatch.pause()
+        if self._marked is not None:
+            self._marked.pause()
 
     def remove(self, name: str) -> None:
         """Take a candidate out of the choice: it was timed, and its results proved wrong."""
@@ -237,7 +266,7 @@ class Race:
             dropped=self.rounds.dropped.get(name),
         )
 
-    def _skip_slowest(self, remaining_s: float | None) -> None:
+    def skip_slowest(self, remaining_s: float | None) -> None:
         """Skip candidates that are hopeless by their first calls, where the budget is short of rounds, or too long.
 
         Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor by
@@ -259,34 +288,6 @@ class Race:
                 return
             self.skipped[name] = times.pop(name) / least
 
-    def _time(self, calls: Calls, budget_s: float | None, disturbed_s: float | None) -> Steps[Rounds]:
-        device = self.problem.device
-        cuda = CudaStopwatch(device) if device.type == "cuda" else None
-        retakes = 0 if self.stepped else RETAKES  # a step is one sample
-        host = HostStopwatch(
-            reading=Load.so_far, caller_clock=load.caller_s, threads=torch.get_num_threads(), retakes=retakes
-        )
-        candidates = {call: self.runners[name][0] for name, call in calls.items()}
-        stopwatch = self._stopwatch = _MarkedStopwatch(cuda or host, self.request, candidates)
-        failures: dict[str, Exception] = {}
-        if cuda is not None:
-            cuda.warms = not self.stepped
-            self.plan_ms, failures = yield from _call_untimed(calls, stopwatch)
-            cuda.warm()
-        rounds = yield from sampled_in_rounds(
-            {name: call for name, call in calls.items() if name not in failures},
-            budget_s=budget_s,
-            disturbed_budget_s=disturbed_s,
-            short_of_rounds=cuda is None,
-            clock=self.clock,
-            stopwatch=stopwatch,
-            incumbents=(self.incumbent,),
-            first_ms={name: self.runners[name][1].call_ms for name in calls},
-            extra_ms={name: self._plan_share_ms(name) for name in calls},
-            target=TARGET if disturbed_s is None and not self.stepped else math.inf,
-        )
-        return replace(rounds, failures=failures | rounds.failures)
-
     def _plan_share_ms(self, name: str) -> float:
         """A call's share of the first call's extra milliseconds, as known before the race."""
         admitted = self.runners[name][1]
@@ -300,19 +301,16 @@ class Race:
         return min(admitted.first_ms, self.plan_ms.get(name, math.inf))
 
 
-def _call_untimed(calls: Calls, stopwatch: Stopwatch) -> Steps[tuple[dict[str, float], dict[str, Exception]]]:
-    """Call every candidate once: the milliseconds, and the exceptions of those that failed.
-
-    Libraries keep some of what they build for each thread, as cuDNN keeps its plans: it was built in the guard's. The
-    milliseconds are those of a first call where no plan was kept, without loading the library.
-    """
-    times: dict[str, float] = {}
-    failures: dict[str, Exception] = {}
-    for name, call in calls.items():
-        yield 0.0
-        with ending_on_failure(name, failures):
-            times[name] = stopwatch.mean_ms(call)
-    return times, failures
+def stopwatch_of(device: torch.device, stepped: bool) -> Stopwatch:
+    """The stopwatch of a race on a device; `stepped` as of `Race`."""
+    if device.type == "cuda":
+        return CudaStopwatch(device, warms=not stepped)
+    return HostStopwatch(
+        reading=Load.so_far,
+        caller_clock=load.caller_s,
+        threads=torch.get_num_threads(),
+        retakes=0 if stepped else RETAKES,  # a step is one sample
+    )
 
 
 @dataclass(eq=False)
@@ -359,7 +357,6 @@ class _MarkedStopwatch:
     candidates: Mapping[Callable[[], object], Candidate]
     markers: dict[Callable[[], object], CrashMarker] = field(default_factory=dict[Callable[[], object], CrashMarker])
     entered: ExitStack = field(default_factory=ExitStack)
-    samples: Counter[Callable[[], object]] = field(default_factory=Counter[Callable[[], object]])
 
     @property
     def load(self) -> Load:
@@ -399,62 +396,13 @@ class _MarkedStopwatch:
         marker = self.markers.get(call)
         if marker is None:
             names = self.request.silicon, candidate.name, candidate.version, candidate.problem_title(problem)
-            made = crash_marker(cache_folder(), *names, patience_s=timeout_s())
-            marker = self.markers[call] = self.entered.enter_context(made)
-            marker.pause()
-            marker.calls = self.samples[call]
+            marker = self.markers[call] = self.entered.enter_context(crash_marker(cache_folder(), *names))
         marker.resume()
-        self.samples[call] += 1
         try:
             with ending_on_lost_device(candidate, problem, self.request.address):
                 yield
         finally:
             marker.pause()
-
-
-def why_refuted(request: Request, name: CandidateId) -> str:
-    """Why another machine's choice does not hold here; empty where it does.
-
-    Its results are checked on the problem and on the hard cases, unless a process here has done that; a few of its
-    calls must take no longer than `CHECK_RATIO` times those of the static choice.
-
-    Raises:
-        BackendFailed: a candidate left the device unusable.
-    """
-    able = [each for each in request.candidates_with(example_bytes(request.problem)) if each.row is None]
-    decided, static = next((each for each in able if each.id == name), None), static_choice(able)
-    if decided is None or static is None:
-        return f"{titled(*name)} cannot run"
-    try:
-        with reference():
-            example = make(request.problem, on_device=True)
-        gate = Gate(request.problem, request.address, example, FEW_PAIRS)
-        why = "" if decided is static else _why_slower(request, gate, example, decided, static)
-        rejected = None if why else exhausted(gate.check_hard_cases(decided))
-    except NoReference as error:
-        return f"too little memory to check it ({error})"
-    return why if rejected is None else rejected.reason
-
-
-def _why_slower(request: Request, gate: Gate, example: Example, decided: Candidate, static: Candidate) -> str:
-    """Why the decided candidate failed, or is slower than the static choice; empty where neither is so."""
-    mine, other = (gate.prepare(each) or exhausted(gate.admit(each)) for each in (decided, static))
-    if isinstance(mine, Rejected) or isinstance(other, Rejected):
-        return mine.reason if isinstance(mine, Rejected) else ""
-    times = {decided.title: mine.call_ms, static.title: other.call_ms}
-    shorter, longer = sorted(times.values())
-    clear = shorter >= LONGEST_DISTURBED_MS and longer >= CLEAR_RATIO * shorter
-    if not clear or request.problem.device.type == "cuda":
-        runners = {decided.title: (decided, mine), static.title: (static, other)}
-        race = Race(request, runners, static.title, differences=gate.differences)
-        exhausted(race.run(example, max(CHECK_S, CHECK_ROUNDS * sum(times.values()) / 1e3)))
-        if (error := race.rounds.failures.get(decided.title)) is not None:
-            return one_line(error)
-        times |= {title: min(timing.samples_ms) for title, timing in race.rounds.timings.items()}
-    if static.backend.forget is not None:
-        static.backend.forget(request.problem)
-    ratio = times[decided.title] / times[static.title]
-    return f"{ratio:.3g} times the time of {static.title} here" if ratio > CHECK_RATIO else ""
 
 
 def _expected_calls() -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
+from attn_dispatch.errors import RankLost
 from attn_dispatch.log import logger
 from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, ONE_TIME_MS, HostStopwatch, Stopwatch, calibrate
@@ -161,8 +162,9 @@ def sampled_in_rounds(
         rules=_Rules(margin, resolution, target, frozenset(incumbents), extra_ms or {}),
         order=random.Random(seed),
     )
-    yield from timer.run_first_calls(calls, first_ms or {})
+    timer.run_first_calls(calls, first_ms or {})
     yield from timer.run_warm_round()
+    timer.drop_hopeless()
     if short_of_rounds:
         timer.drop_slowest()
     yield from timer.run_rounds(min_rounds, max_rounds, start_s)
@@ -256,10 +258,8 @@ class _RoundTimer:
     short_of_time: frozenset[str] = frozenset()
     rounds: int = 0
 
-    def run_first_calls(self, calls: Mapping[str, Callable[[], object]], known_ms: Mapping[str, float]) -> Steps[None]:
+    def run_first_calls(self, calls: Mapping[str, Callable[[], object]], known_ms: Mapping[str, float]) -> None:
         for name, call in calls.items():
-            if name not in known_ms:
-                yield 0.0
             with self._ending_on_failure(name):
                 first_ms = known_ms[name] if name in known_ms else self.stopwatch.mean_ms(call)
                 self.candidates[name] = _Timed(call, first_ms)
@@ -280,21 +280,19 @@ class _RoundTimer:
                     candidate.repeats, sample_ms = calibrate(self.stopwatch, candidate.call)
                 candidate.samples_ms.append(sample_ms)
         self.short_of_time = frozenset(self.dropped)
-        yield from self._drop_hopeless()
-        self.rounds += bool(self.running())
 
-    def _drop_hopeless(self) -> Steps[None]:
+    def drop_hopeless(self) -> None:
         """Drop hopeless candidates by the better of two runs: a single one may have been disturbed."""
         least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
         for name in self._hopeless_among(least_ms):
             candidate = self.candidates[name]
             first_call_was_slow = candidate.first_ms > 2 * candidate.samples_ms[0]
             if first_call_was_slow and self.clock() < self.end_s:
-                yield candidate.sample_s()
                 with self._ending_on_failure(name):
                     least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(candidate.call, candidate.repeats))
         running = self.running().keys()
         self.dropped |= self._hopeless_among({name: ms for name, ms in least_ms.items() if name in running})
+        self.rounds += bool(self.running())
 
     def drop_slowest(self) -> None:
         """Drop the slowest candidates where the budget is short of rounds; none by disturbed samples."""
@@ -328,33 +326,26 @@ class _RoundTimer:
             round_s = sum(candidate.sample_s() for candidate in self.running().values())
             if self.clock() - start_s >= limit_s or round_s > self._left_s():
                 break
-            yield from self.run_round()
-
-    def run_round(self) -> Steps[None]:
-        for name, candidate in self._shuffled():
-            yield candidate.sample_s()
-            with self._ending_on_failure(name):
-                candidate.samples_ms.append(self.stopwatch.mean_ms(candidate.call, candidate.repeats))
-        self.rounds += bool(self.running())
+            for name, candidate in self._shuffled():
+                yield candidate.sample_s()
+                with self._ending_on_failure(name):
+                    candidate.samples_ms.append(self.stopwatch.mean_ms(candidate.call, candidate.repeats))
+            self.rounds += bool(self.running())
 
     def sample_host_and_cold_ms(self) -> Steps[None]:
         for name, candidate in self.running().items():
-            with self._ending_on_failure(name):
-                candidate.device_ms = self.stopwatch.device_ms(candidate.call)
-                candidate.host_ms = self.stopwatch.host_ms(candidate.call)
-                candidate.cold_ms = yield from self._median_of(self.stopwatch.cold_ms, candidate)
-
-    def _median_of(
-        self, sample: Callable[[Callable[[], object]], float | None], candidate: _Timed
-    ) -> Steps[float | None]:
-        samples: list[float] = []
-        while len(samples) < _EXTRA_SAMPLES and self.clock() + candidate.sample_s() <= self.end_s:
-            yield candidate.sample_s()
-            sample_ms = sample(candidate.call)
-            if sample_ms is None:
-                return None
-            samples.append(sample_ms)
-        return statistics.median(samples) if samples else None
+            samples: list[float] = []
+            candidate.device_ms = self.stopwatch.device_ms(candidate.call)
+            candidate.host_ms = self.stopwatch.host_ms(candidate.call)
+            while len(samples) < _EXTRA_SAMPLES and self.clock() + candidate.sample_s() <= self.end_s:
+                yield candidate.sample_s()
+                sample_ms = None
+                with self._ending_on_failure(name):
+                    sample_ms = self.stopwatch.cold_ms(candidate.call)
+                if sample_ms is None:
+                    break
+                samples.append(sample_ms)
+            candidate.cold_ms = statistics.median(samples) if samples else None
 
     def running(self) -> dict[str, _Timed]:
         out = self.failures.keys() | self.dropped.keys() | self.retired
@@ -395,10 +386,10 @@ class _RoundTimer:
 
 @contextmanager
 def ending_on_failure(name: str, failures: dict[str, Exception]) -> Iterator[None]:
-    """Note a candidate's exception under its name. DeviceLost propagates."""
+    """Note a candidate's exception under its name. DeviceLost and RankLost propagate."""
     try:
         yield
-    except DeviceLost:  # no other candidate can run either
+    except (DeviceLost, RankLost):  # no other candidate can run either
         raise
     except Exception as error:  # noqa: BLE001 - a kernel under test may fail in any way
         # The frames hold the call's allocations, memory that later candidates may need.

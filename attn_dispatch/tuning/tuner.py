@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
@@ -29,17 +29,28 @@ from attn_dispatch.text import one_line, printable
 from attn_dispatch.tuning import candidates, guard
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
 from attn_dispatch.tuning.choice import Admitted, Rejected
-from attn_dispatch.tuning.example import Example, example_bytes, made_timed
+from attn_dispatch.tuning.example import Example, example_bytes, make, synchronize
 from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference, referenced
+from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference
 from attn_dispatch.tuning.race import ChangedResult, Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, said_if_long
 
-# Of a trial that a caller waits for.
-FIXED_S = 0.05  #: seconds that it may take for a problem of microseconds
-CALLS = 12  #: further time, in calls of the fastest candidate so far
-SHORT_S = 0.02  #: seconds of a first call that are always left
-RACE_S, RACE_CALLS = 0.03, 7  #: seconds and calls of the fastest candidate that a race gets at least
+
+class Limits(NamedTuple):
+    """Of a trial that a caller waits for: seconds, and calls of the fastest candidate so far besides; and what a race
+    gets at least.
+    """
+
+    fixed_s: float
+    calls: float
+    race_s: float
+    race_calls: float
+
+
+WAITING = Limits(0.05, 12, 0.03, 7)
+CHECK = Limits(0.005, 8, 0.005, 6)  #: of one that compares another machine's choice with the static choice
+UNLIMITED = Limits(math.inf, 0, 0, 0)
+SHORT_S = 0.02  #: seconds of a first call that are always left to a caller who waits
 BUSY_FACTOR = 5  #: factor on all seconds where other programs take the cores: calls take longer
 BUSY_RACE_FACTOR = 22  #: likewise on the least seconds of a race: of many samples few are undisturbed
 
@@ -64,6 +75,7 @@ def trial_of(
     budget_s: float | None,
     *,
     waiting: bool = False,
+    limits: Limits | None = None,
     prior: Decision | None = None,
     changed: Collection[CandidateId] | None = None,
     first: CandidateId | None = None,
@@ -74,8 +86,9 @@ def trial_of(
 
     Args:
         budget_s: seconds that the trial may take; None for no limit. A backend's `prepare` is not included.
-        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial (`CALLS`), and only the
-            chosen candidate runs the hard cases.
+        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial, and only the chosen
+            candidate runs the hard cases.
+        limits: of such a trial, by default `WAITING`.
         prior: the stored decision. Its choice is the incumbent; rows of candidates that are not measured again stay.
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
         first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
@@ -92,7 +105,9 @@ def trial_of(
     runners = to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
-    return Trial(request, found, runners, budget_s, prior, waiting, live_s, clock or time.perf_counter)
+    return Trial(
+        request, found, runners, budget_s, prior, waiting, limits or WAITING, live_s, clock or time.perf_counter
+    )
 
 
 @dataclass
@@ -105,6 +120,7 @@ class Trial:
     budget_s: float | None
     prior: Decision | None
     waiting: bool = False
+    limits: Limits = WAITING
     live_s: float | None = None
     clock: Callable[[], float] = time.perf_counter
     start: float = field(init=False)
@@ -167,24 +183,27 @@ class Trial:
         need = 2 * example_bytes(self.problem)  # the gradients of the reference too
         if need <= most_bytes:
             return need
-        self.gate.empty()
+        self.gate.oracle.empty()
         self.emptied = True
         return 0
 
     def resume(self) -> None:
         """Make again what `pause` gave back. Raises NoReference."""
         if self.emptied and self.gate is not None:
-            with reference():
-                self.gate.refill()
+            self.gate.oracle.restore()
         self.emptied = False
 
     def _measure(self) -> Steps[None]:
         """Admit, time and choose: `chosen` is None if nothing could be measured."""
-        example, self.outside_s = yield from referenced(made_timed(self.problem, self.clock), self.problem)
-        stepped = self.live_s is not None
+        start, stepped = self.clock(), self.live_s is not None
+        with reference():
+            example = make(self.problem, on_device=True)
+            synchronize(self.problem.device)
+        if self.problem.device.type == "cuda":  # its first use, which may take seconds, and the time to draw there
+            self.outside_s = self.clock() - start
         pairs = STEP_PAIRS if stepped else FEW_PAIRS if self.waiting else PAIRS
-        gate = self.gate = Gate(self.problem, self.request.address, example, pairs, stepped)
-        yield from gate.evaluate()
+        gate = self.gate = Gate(self.problem, self.request.address, example, pairs)
+        gate.oracle  # noqa: B018 - outside of the candidates' own steps
         for candidate in self.runners:
             if candidate.title in self.rows:
                 continue
@@ -195,7 +214,7 @@ class Trial:
                 self.rows[candidate.title] = candidate.measured_row("not_measured", reason, **more)
                 continue
             yield CHECK_S + self._expected_s(candidate)
-            found = self._prepare(candidate, gate) or (yield from gate.admit(candidate))
+            found = self._prepare(candidate, gate) or gate.admit(candidate)
             if isinstance(found, Admitted):
                 self.admitted[candidate.title] = found
                 # What is kept on disk is compiled once per machine, as by `prepare`.
@@ -204,7 +223,7 @@ class Trial:
                 self._reject(candidate, found)
         yield from self._race(example, gate.differences)
         self.gate = gate.example = None
-        gate.__dict__.pop("_oracle", None)
+        gate.__dict__.pop("oracle", None)
         del example
         yield from self._choose(gate)
         self.case_problems = gate.case_problems
@@ -237,7 +256,7 @@ class Trial:
                 due.append(by_title[title])
             rejected: dict[str, Rejected] = {}
             for each in due:
-                found = yield from gate.check_hard_cases(each, waiting=self.waiting)
+                found = yield from gate.check_hard_cases(each, brief=self.waiting and self.live_s is None)
                 rejected |= {} if found is None else {each.title: found}
             due.clear()
             for name, found in rejected.items():
@@ -261,7 +280,7 @@ class Trial:
         quarantine = Quarantine(cache_folder(), self.request.silicon)
         for candidate in self.runners:
             if candidate.title in self.admitted and candidate.title not in failures:
-                quarantine.clear_strikes(candidate.name, candidate.version, self.request.address.group)
+                quarantine.clear_strikes(candidate.name, candidate.version)
 
     def _clear_tables(self, backend: Backend) -> None:
         if backend.forget is None:
@@ -292,8 +311,10 @@ class Trial:
         spent = self.clock() - self.start - self.outside_s
         most = [] if self.budget_s is None else [self.budget_s]
         if self.waiting and self.admitted and self.live_s is None:
-            most.append(FIXED_S * (1 if self.calm else BUSY_FACTOR) + CALLS * self._call_s())
-        return min(most) - spent if most else None
+            seconds = self.limits.fixed_s * (1 if self.calm else BUSY_FACTOR)
+            most.append(seconds + self.limits.calls * self._call_s())
+        left_s = min(most, default=math.inf) - spent
+        return None if left_s == math.inf else left_s
 
     def _call_s(self) -> float:
         """Seconds of a call of the fastest candidate so far."""
@@ -371,7 +392,7 @@ class Trial:
     def _quarantine_other_orders(self, culprit: Candidate, reason: str) -> None:
         """Rule out the culprit's other orders too: the quarantine is of its version."""
         for candidate in self.candidates:
-            others = candidate.row is None and candidate is not culprit
+            others = candidate.row is None and candidate is not culprit and candidate.version == culprit.version
             if others and candidate.name == culprit.name != registry.LAST_RESORT:
                 self.admitted.pop(candidate.title, None)
                 if self.race is not None:
@@ -396,14 +417,15 @@ class Trial:
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
         limits = self.live_s is not None, self._longest_s * 1e3
-        self.race = Race(self.request, runners, incumbent, self.clock, *limits, differences)
+        race = self.race = Race(self.request, runners, incumbent, self.clock, *limits, differences)
         remaining, more_s = self._remaining_s(), None
         if self.waiting and remaining is not None:
             attempts = 1 if self.prior is None else 1 + self.prior.attempts
-            least_s = attempts * (RACE_S + RACE_CALLS * self._call_s())
+            least_s = attempts * (self.limits.race_s + self.limits.race_calls * self._call_s())
             most_s = math.inf if self.budget_s is None else self.budget_s
             remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_RACE_FACTOR))
-        yield from self.race.run(example, remaining, more_s)
+        race.skip_slowest(remaining)
+        yield from race.run(lambda each: example.call(*each.backend_and_order), remaining, more_s)
 
     def _decision(self, chosen: Candidate) -> Decision:
         assert self.race is not None

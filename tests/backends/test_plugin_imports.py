@@ -107,13 +107,14 @@ def test_an_import_that_crashes_is_left_out_by_later_processes(install: Callable
     imports = install("import os; os.abort()")
     code = "import torch, attn_dispatch\nx = torch.ones(1, 16, 1, 8)\nattn_dispatch.attend(x, x, x)\nprint('done')"
     code = "import os, sys; sys.path.insert(0, os.environ['PYTHONPATH'])\n" + code
-    assert processes.run(code).returncode < 0
+    for _ in range(2):
+        assert processes.run(code).returncode < 0
     done = processes.run(code)
     assert (done.returncode, done.stdout) == (0, "done\n")
-    assert imports.read_text() == "x"
+    assert imports.read_text() == "xx"
     (entry,) = entries()
     assert (entry.backend, entry.kind) == ("import of plug", "died")
-    assert entry.reason.endswith("import of plug made-up 1 ran the entry point plugged_in for the first time (Aborted)")
+    assert "import of plug made-up 1 ran the entry point plugged_in for the first time" in entry.reason
 
 
 def test_an_import_that_works_clears_its_strikes(install: Callable[[str], Path]) -> None:
@@ -124,7 +125,7 @@ def test_an_import_that_works_clears_its_strikes(install: Callable[[str], Path])
     )
     quarantine.add(given)
     (entry,) = quarantine.entries()
-    quarantine._table.entries[entry.key] = msgspec.structs.replace(entry, until=entry.created)
+    quarantine._entries()[entry.key] = msgspec.structs.replace(entry, until=entry.created)
     assert len(quarantine.strikes()) == 1
     attend(*qkv())
     assert quarantine.strikes() == []

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dense, Dilated, Window, attend, explain
+from attn_dispatch.calls.widths import ALIGNMENTS
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.widths import ALIGNMENTS
 from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("short_trials")

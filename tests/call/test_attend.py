@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, dispatch, explain, register
+from attn_dispatch import attend, explain, register
+from attn_dispatch.calls import routes
 from attn_dispatch.decisions import decide
 from attn_dispatch.decisions.call import observing
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
@@ -152,13 +153,13 @@ BRANCHES: dict[str, Callable[[], tuple[Any, Any]]] = {
 def test_any_sequence_of_branches(branches: Callable[[], tuple[Iterable[int], Iterable[int]]]) -> None:
     q, k, v = qkv()
     expected = attend(q, k, v, Dilated((4, 8), (1, 2)))
-    routes = []
+    counts = []
     for _ in range(2):
         lengths, rates = branches()
         assert torch.equal(attend(q, k, v, segment_lengths=lengths, dilation_rates=rates), expected)
-        routes.append(len(dispatch._routes))
+        counts.append(len(routes.routes))
     assert counted(measured=1)
-    assert routes[0] == routes[1], "a repeated call adds no route"
+    assert counts[0] == counts[1], "a repeated call adds no route"
 
 
 def test_one_branch_may_be_a_number() -> None:

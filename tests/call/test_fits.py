@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, dispatch, register, tensor_match
+from attn_dispatch import attend, register
+from attn_dispatch.calls import routes, tensor_match
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Window
 from attn_dispatch.spec.problem import Problem
@@ -271,10 +272,10 @@ def test_one_tensor_as_two_arguments(seen: Recorder) -> None:
     for q, k, v in ((x, x, x), (x, y, y), (x, y, x), (x, x, y), (x, y, z)):
         attend(q, k, v, backend="seen")
     met = len(seen.problems)
-    routes = chain()
+    before = chain()
     for q, k, v in ((x, x, x), (x, y, y), (x, y, x), (x, x, y), (x, y, z)):
         attend(q, k, v, backend="seen")
-    assert chain() == routes, "each was a hit"
+    assert chain() == before, "each was a hit"
     assert len(seen.problems) == met + 5
 
 
@@ -300,8 +301,8 @@ def test_each_forced_backend_has_its_route(seen: Recorder) -> None:
 def chain() -> int:
     """The number of routes, with those chained to others."""
     total = 0
-    for route in dispatch._routes.values():
-        each: dispatch.Route | None = route
+    for route in routes.routes.values():
+        each: routes.Route | None = route
         while each is not None:
             total, each = total + 1, each.next_route
     return total
@@ -311,11 +312,11 @@ def chain() -> int:
 def test_the_routes_of_a_signature_are_bounded(seen: Recorder) -> None:
     """Slices of ever wider rows have ever new strides."""
     for _ in range(2):
-        for width in range(8, 8 + 2 * dispatch.MAX_CHAIN):
+        for width in range(8, 8 + 2 * routes.MAX_CHAIN):
             q, k, v = (torch.randn(1, 4, 2, width)[..., :8] for _ in range(3))
             attend(q, k, v, backend="seen")
             assert seen.problems[-1] == Problem.of(q, k, v)
-            assert chain() <= dispatch.MAX_CHAIN
+            assert chain() <= routes.MAX_CHAIN
 
 
 @pytest.mark.usefixtures("comparison")
@@ -355,7 +356,7 @@ def test_the_first_call_does_not_change_settings(seen: Recorder) -> None:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
             else:
                 stack.close()
-            dispatch._routes.clear()
+            routes.routes.clear()
             run(qkv())
             assert torch.is_autocast_enabled("cpu") is enabled
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_dispatch import Window, attend, dispatch, packing
+from attn_dispatch import Window, attend
+from attn_dispatch.calls import packing, routes
 from attn_dispatch.decisions import call, decide
 from attn_dispatch.store import problem_files
 
@@ -34,7 +35,7 @@ def test_no_table_grows_with_the_lengths_that_were_called(
 ) -> None:
     set_mode(mode)
     monkeypatch.setenv("ATTN_DISPATCH_TRIAL_SECONDS", "0")
-    for module in (dispatch, call, packing, decide, problem_files):
+    for module in (routes, call, packing, decide, problem_files):
         for name in vars(module).keys() & LIMITS:
             monkeypatch.setattr(module, name, 12)
 

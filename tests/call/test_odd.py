@@ -174,8 +174,8 @@ print(*(row.backend for row in rows if row.status == "quarantined"))
 @thinned("prepare", [True, False], 2, ["prepare", "race"])
 def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
     """Only the backend that ran is quarantined."""
-
-    assert processes.run(LATE.format(prepare=prepare)).returncode < 0
+    for _ in range(2):
+        assert processes.run(LATE.format(prepare=prepare)).returncode < 0
     second = processes.run(LATE.format(prepare=prepare))
     assert (second.returncode, second.stdout.strip()) == (0, "planted"), second.stderr
 

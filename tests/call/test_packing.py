@@ -225,13 +225,6 @@ def test_wrong_starts(starts: list[int], message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_explaining_them() -> None:
-    q, k, v = tensors()
-    with pytest.raises(InvalidInput, match="explain takes one document"):
-        explain(q, k, v, documents=IDS)
-    assert "lse" in explain(q, k, v, sink=torch.zeros(HEADS)).problem
-
-
 # --- shares of heads --------------------------------------------------------------------------------------------------
 
 BY_HEAD = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support import ring_ranks
 from tests.support.calls import close, formula, qkv
-from tests.support.pairwise import crossed
+from tests.support.pairwise import crossed, parameters, thinned
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
 from tests.support.score_terms import BATCH, HEADS, LENGTH, TERMS, tensors, terms
@@ -104,8 +105,13 @@ def test_manual_has_them_by_finite_differences() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("backend", "pattern"), [(b, p) for b, each in BACKENDS.items() for p in each], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "pattern", "loss"),
+    parameters(
+        [(b, p, loss) for b, each in BACKENDS.items() for p in each for loss in LOSSES],
+        lambda backend, pattern, loss: {"backend": backend, "loss": loss},
+    ),
+)
 def test_others_raise(backend: str, pattern: Pattern, loss: str) -> None:
     run = runs(pattern, backend=backend)
     for of in range(3):
@@ -205,6 +211,7 @@ FIRST = ("vmap", "grad", "jacrev", "grads of examples")  #: what every backend w
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
 @crossed(
     lambda name, backend, pattern: {"name": name, "backend": backend},
+    too_slow=lambda name, backend, pattern: backend in ("sdpa_mask", "tiles", "flex"),
     name=tuple(TRANSFORMS),
     backend=(None, "manual", *BACKENDS),
     pattern=(Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2))),
@@ -223,7 +230,7 @@ def test_transforms_are_right_or_refused(name: str, backend: str | None, pattern
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("name", ["vmap", "grad", "jvp", "dual", "jacfwd", "hessian vector"])
+@thinned("name", ["vmap", "grad", "jvp", "dual", "jacfwd", "hessian vector"], 2)
 def test_transforms_in_compiled_functions(name: str) -> None:
     q, k, v = qkv()
 
@@ -252,8 +259,7 @@ def test_a_graph_does_not_drop_tangents(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("name", TERMS)
-@pytest.mark.parametrize("packed", [{}, {"documents": torch.arange(LENGTH).expand(BATCH, -1) // 10}], ids=str)
+@thinned(("name", "packed"), product(TERMS, [{}, {"documents": torch.arange(LENGTH).expand(BATCH, -1) // 10}]), 3)
 def test_tangents_of_every_tensor(name: str, packed: dict[str, Any]) -> None:
     """The weighted sum of the results' tangents is that of the gradients: with masks, terms, a sink, NaN in padding."""
     x, sink = dict(zip("qkv", tensors())), torch.randn(HEADS, dtype=torch.float64).requires_grad_()

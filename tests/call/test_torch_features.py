@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_dispatch import attend, compat, counters, dispatch, explain, profile, register
+from attn_dispatch import attend, compat, counters, explain, profile, register
 from attn_dispatch.backends import sdpa
+from attn_dispatch.calls import routes
 from attn_dispatch.kernels.dense import CpuFlash
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -126,7 +127,7 @@ def test_what_takes_the_place_of_pytorchs_flash_kernel_is_part_of_a_problem() ->
         attend(q, q, q)
         x = q.to("meta")
         on_cuda = Problem.of(x, x, x, device="cuda:0")
-        return on_cuda, on_cuda.key("cuda-made-up"), sdpa.version(), current_environment(), len(dispatch._routes)
+        return on_cuda, on_cuda.key("cuda-made-up"), sdpa.version(), current_environment(), len(routes.routes)
 
     before = state()
     attention.activate_flash_attention_impl("made_up")
@@ -183,7 +184,7 @@ def test_a_trial_does_not_change_random_numbers() -> None:
     drawn = []
     for _ in range(2):
         torch.manual_seed(3)
-        dispatch._routes.clear()
+        routes.routes.clear()
         drawn.append((attend(q, k, v, dropout_p=0.5), torch.rand(3)))
     assert counted(measured=1)
     assert torch.equal(drawn[0][0], drawn[1][0])

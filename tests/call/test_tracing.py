@@ -14,7 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from attn_dispatch import attend, counters, dispatch
+from attn_dispatch import attend, counters
+from attn_dispatch.calls import routes
 from attn_dispatch.decisions import decide
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
 from attn_dispatch.kernels import registry
@@ -66,7 +67,7 @@ def settle(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(decide, "decision_for", lambda problem: decide.forced_decision(problem, "native", None))
         attend(*qkv(), pattern)
         attend(*qkv(), pattern, return_lse=True)
-    assert {route.backend.split()[0] for route in dispatch._routes.values()} == {"native"}
+    assert {route.backend.split()[0] for route in routes.routes.values()} == {"native"}
 
 
 @crossed(
@@ -206,7 +207,7 @@ def test_fake_tensors_leave_no_state(pattern: Pattern) -> None:
         fake = [mode.from_tensor(x) for x in qkv()]
         assert attended(*fake, pattern).shape == fake[0].shape
     assert attended(*fake, pattern).shape == fake[0].shape
-    assert (counters()["measured"], len(dispatch._routes)) == (0, 0)
+    assert (counters()["measured"], len(routes.routes)) == (0, 0)
     assert close(attend(*qkv(), pattern), formula(*qkv(), pattern)[0])
     assert counters()["measured"] == 1
 

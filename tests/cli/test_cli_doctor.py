@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from attn_dispatch.cli import main
-from attn_dispatch.cli.commands.doctor import _missed, _writable
+from attn_dispatch.cli.machine import is_writable, missed
 from attn_dispatch.kernels import registry
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.commands import SMALL, command, plain, problems
@@ -40,14 +41,14 @@ def test_doctor_counts_undecided_problems(measured: tuple[Path, dict[str, Any]],
     folder, _ = measured
     (decided,) = problems(*SMALL)
     (undecided,) = problems("--shape", "1,96,2,16")
-    missed = folder / "missed.jsonl"
-    missed.write_text("".join(f"{json.dumps(problem.to_dict())}\n" for problem in (decided, undecided, undecided)))
+    path = folder / "missed.jsonl"
+    path.write_text("".join(f"{json.dumps(problem.to_dict())}\n" for problem in (decided, undecided, undecided)))
     try:
         done = command(folder, "doctor")
     finally:
-        missed.unlink()
+        path.unlink()
     assert done.returncode == 0
-    assert f"missed    1; measure them with: attn-dispatch profile --from {missed}" in done.stdout
+    assert f"missed    1; measure them with: attn-dispatch profile --from {path}" in done.stdout
     assert "\nmode      tune " in done.stdout
 
 
@@ -62,7 +63,7 @@ def quarantined(tmp_path: Path) -> Path:
     for backend, version, silicon, scope in given:
         entry = Entry(
             backend=backend, version=version, silicon=silicon, kind="incorrect", scope=scope, reason="dq is wrong",
-            title="dense", created="2025-01-02T03:04:05+00:00",
+            title="dense", created=datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC),
         )  # fmt: skip
         Quarantine(tmp_path / "cache", silicon).add(entry)
     return tmp_path / "cache"
@@ -84,7 +85,7 @@ def test_doctor_lists_quarantined_versions(quarantined: Path, tmp_path: Path) ->
     assert in_fresh_thread[2].keys() == set(Entry.__struct_fields__)
     assert {name: value for name, value in in_fresh_thread[2].items() if value} == {
         "backend": "flash", "version": "2.7", "silicon": "cpu-two", "kind": "incorrect", "scope": "0123456789ab",
-        "reason": "dq is wrong", "title": "dense", "created": "2025-01-02T03:04:05+00:00",
+        "reason": "dq is wrong", "title": "dense", "created": "2025-01-02T03:04:05Z",
     }  # fmt: skip
     nothing = command(tmp_path / "empty", "doctor")
     assert "\nquarantine none\n" in nothing.stdout
@@ -133,15 +134,15 @@ def a_huge_file(path: Path) -> None:
 @pytest.mark.parametrize(("make", "message"), [(a_pipe, "not a plain file"), (a_huge_file, "8589934592 bytes, over")])
 def test_doctor_does_not_wait_for_the_misses(make: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     make(tmp_path / "missed.jsonl")
-    missed = _missed(tmp_path)
-    assert (missed["count"], missed["command"]) == (0, None)
-    assert message in missed["reason"]
+    found = missed(tmp_path)
+    assert (found["count"], found["command"]) == (0, None)
+    assert message in found["reason"]
 
 
-def test_a_circular_link_is_not_writable(tmp_path: Path) -> None:
+def test_a_circular_link_is_notis_writable(tmp_path: Path) -> None:
     (tmp_path / "cache").symlink_to(tmp_path / "cache")
-    assert not _writable(tmp_path / "cache")
-    assert _writable(tmp_path / "absent" / "below")
+    assert not is_writable(tmp_path / "cache")
+    assert is_writable(tmp_path / "absent" / "below")
 
 
 def test_doctor_reports_unusable_folders_and_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from attn_dispatch.cli.tables import full_table, print_json, refused_by_all
+from attn_dispatch.cli.tables import full_table, left_for_full, print_json, refused_by_all
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.store.decision import Row
-from tests.support.commands import TWO, command, plain
+from tests.support.commands import TWO, command
 
 CUDA = "runs on cuda, not cpu"
 
@@ -53,10 +53,7 @@ def test_a_backend_that_refuses_every_problem_is_listed_with_the_shared_reasons(
     )
     refused = refused_by_all([one, other])
     assert refused == {"triton": CUDA, "flash": "none is installed"}
-    short, whole = full_table([one, other], but=refused), full_table([one, other])
-    assert len(whole) - len(short) == 4
-    assert not any(line.startswith(("triton", "flash")) for line in short)
-    assert sum(line.startswith(("native", "flex", "tiles", "odd")) for line in short) == 8
+    assert left_for_full([one, other]) == {"tiles": 2, "flex": 1}
 
 
 def test_a_notebook_shows_the_table_with_long_reasons_below_and_one_line_for_what_needs_cuda() -> None:
@@ -79,17 +76,20 @@ def test_a_candidate_of_one_problem_only_stays_in_its_table() -> None:
     assert refused_by_all([explained(("triton", "unsupported", CUDA)), explained()]) == {}
 
 
-def test_profile_lists_such_a_backend_once_and_in_every_table_if_verbose(measured: tuple[Path, dict[str, Any]]) -> None:
+def test_profile_prints_a_line_per_problem_and_all_candidates_if_verbose(
+    measured: tuple[Path, dict[str, Any]],
+) -> None:
     folder, printed = measured
     short, whole = (command(folder, "profile", *TWO, "--quick", *more).stdout for more in ((), ("--verbose",)))
-    assert (short.count(" need CUDA: "), short.count("\ntriton ")) == (1, 0)
-    assert (whole.count(" need CUDA: "), whole.count("\ntriton ")) == (0, 2)
+    assert (short.count("not for this machine or these problems:"), short.count(" need CUDA: ")) == (1, 1)
+    rows = [line.split() for line in short.splitlines() if line.startswith("[1, 64, 2, 16]")]
+    assert len(rows) == 2
+    for row, decision in zip(rows, printed["decisions"]):
+        assert decision["choice"] in row
+        assert "measured" in " ".join(row)
     assert max(map(len, short.splitlines()[:-1])) <= 120
-    assert re.search(rf"\n2 problems: \d decided, \d provisional.*, 0 failed; stored in {folder}/v2/\S+\n$", short)
-    assert short.count("\nsdpa ") == whole.count("\nsdpa ") == 2
-    assert plain(command(folder, "profile", *TWO, "--quick", "--json"))["decisions"] == printed["decisions"]
-    for decision in printed["decisions"]:
-        assert "triton" in {row["backend"] for row in decision["candidates"]}
+    assert re.search(rf"\n2 problems: \d decided, \d provisional.*, 0 failed; stored in {folder}\n$", short)
+    assert (whole.count(" need CUDA: "), whole.count("\ntriton "), whole.count("\nsdpa ")) == (0, 2, 2)
 
 
 def test_json_shows_no_invisible_characters(capsys: pytest.CaptureFixture[str]) -> None:

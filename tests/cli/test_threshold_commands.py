@@ -24,9 +24,9 @@ from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
+from tests.support import made_up
 from tests.support.commands import problems
 from tests.support.crossovers import HILBERT, LENGTHS, NATURAL, crossing, measured, planted
-from tools.lib import planted as made_up
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from attn_dispatch.machine.load import NO_LOAD
 from attn_dispatch.spec.pattern import Dense, Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.tuning import race
 from attn_dispatch.tuning.choice import Rejected
 from attn_dispatch.tuning.gate import Gate
 from tests.kernels.test_triton import fake_gpu, interpreted
@@ -45,12 +46,12 @@ class Watch:
         self.ms |= {globals()[name.upper()]: value for name, value in ms.items()}
         self.samples = 0
 
-    def __call__(self, device: torch.device) -> Any:
+    def __call__(self, device: torch.device, stepped: bool) -> Any:
         return self
 
-    def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
+    def mean_ms(self, call: Any, repeats: int = 1) -> float:
         self.samples += 1
-        found = self.ms[inspect.getclosurevars(call).nonlocals["run"].__self__.block]
+        found = self.ms[inspect.getclosurevars(call.call).nonlocals["run"].__self__.block]
         if isinstance(found, Exception):
             raise found
         return found
@@ -72,7 +73,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def hard_cases(monkeypatch: pytest.MonkeyPatch, found: Callable[[BlockConfig], Rejected | None]) -> None:
-    def check(gate: Gate, candidate: Any, *, waiting: bool) -> Any:
+    def check(gate: Gate, candidate: Any, *, brief: bool) -> Any:
         return found(candidate.backend.block)
         yield
 
@@ -87,7 +88,8 @@ def raced(watch: Watch, monkeypatch: pytest.MonkeyPatch, **ran: Callable[..., An
     """The outcome of the forward kernel's race; `ran` replaces what a block runs."""
     for name, function in ran.items():
         monkeypatch.setattr(BlockBackend, name, function)
-    (outcome,) = race_blocks([problem()], stopwatch=watch)
+    monkeypatch.setattr(race, "stopwatch_of", watch)
+    (outcome,) = race_blocks([problem()])
     return outcome
 
 
@@ -112,7 +114,7 @@ def test_the_fastest_block_is_kept_and_used(folder: Path, monkeypatch: pytest.Mo
     process_state.forget_all()  # another process
     assert preferred() == NARROW
     done = watch.samples
-    assert race_blocks([problem(), problem()], stopwatch=watch) == []
+    assert race_blocks([problem(), problem()]) == []
     assert watch.samples == done > 0
     assert [path.name for path in (folder / "blocks").glob("*.json")] == [f"{silicon(CPU)}.json"]
 
@@ -143,7 +145,8 @@ def test_each_kernel_has_a_race_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         return run(*tensors, blocks=blocks, **more)
 
     monkeypatch.setattr(triton, "run", noted)
-    found = race_blocks([problem(backward=True), problem()], stopwatch=Watch(short=1.0))
+    monkeypatch.setattr(race, "stopwatch_of", Watch(short=1.0))
+    found = race_blocks([problem(backward=True), problem()])
     assert [outcome.use.split()[0] for outcome in found] == ["forward", "backward_q", "backward_kv"]
     assert {outcome.changed for outcome in found} == {True}
     assert all(len(blocks) == 1 for blocks in ran)
@@ -221,7 +224,8 @@ def test_other_kernels_are_raced_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_race_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     raced(Watch(narrow=1.0), monkeypatch)
-    (outcome,) = race_blocks([problem()], force=True, stopwatch=Watch(short=1.0))
+    monkeypatch.setattr(race, "stopwatch_of", Watch(short=1.0))
+    (outcome,) = race_blocks([problem()], force=True)
     assert outcome.changed
     assert preferred() == SHORT
 
@@ -255,7 +259,7 @@ def test_a_folder_that_cannot_be_written_keeps_it_for_this_process(
 
 
 def test_problems_that_triton_refuses_are_not_raced() -> None:
-    assert race_blocks([problem(pattern=Neighborhood((8, 8), (3, 3)))], stopwatch=Watch()) == []
+    assert race_blocks([problem(pattern=Neighborhood((8, 8), (3, 3)))]) == []
 
 
 def test_explain_and_inspect_show_the_blocks(
@@ -296,13 +300,13 @@ def test_profile_races_first_and_measures_again(
     raced_problems: list[Problem] = []
     outcome = Outcome(USE, None, {}, changed=True)
 
-    def race(problems: list[Problem], force: bool, report: Callable[[object], None]) -> list[Outcome]:
+    def made_up(problems: list[Problem], force: bool, report: Callable[[object], None]) -> list[Outcome]:
         raced_problems.extend(problems)
         report(outcome)
         return [outcome]
 
     asked: list[bool] = []
-    monkeypatch.setattr(block_race, "race_blocks", race)
+    monkeypatch.setattr(block_race, "race_blocks", made_up)
     monkeypatch.setattr(profiling, "profile", lambda problems, force, **_: asked.append(force))
     main(["profile", "--shape", "1,64,2,16", "--device", "cpu", *given])
     assert raced_problems == []

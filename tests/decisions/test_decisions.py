@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, dispatch, explain, profile, register
+from attn_dispatch import attend, explain, profile, register
+from attn_dispatch.calls import routes
 from attn_dispatch.decisions import call, decide
 from attn_dispatch.decisions.call import ResolvedCall
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
@@ -23,7 +24,7 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Window
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
@@ -349,9 +350,7 @@ def test_another_number_of_threads_is_another_machine() -> None:
 
 def on_device(problem: Problem) -> ResolvedCall:
     q, k, v = qkv()
-    out, _ = call.attend_on_device(
-        q, k, v, problem.pattern, scale=problem.scale, seq_lens=None, key_mask=None, return_lse=False
-    )  # fmt: skip
+    out, _ = call.attend_on_device(Call(q, k, v, problem.pattern, scale=problem.scale))
     assert close(out, formula(q, k, v, problem.pattern)[0])
     return call._calls[problem, None, None, torch.get_num_threads()]
 
@@ -368,5 +367,5 @@ def test_a_replaced_decision_reaches_calls_by_ranks() -> None:
     problem = Problem.of(*qkv())
     chosen = on_device(problem).backend
     other = next(name for name in ("manual", "tiles") if not chosen.startswith(name))
-    dispatch.adopt(problem, decide.forced_decision(problem, other, None))
+    routes.adopt(problem, decide.forced_decision(problem, other, None))
     assert on_device(problem).backend.startswith(other)

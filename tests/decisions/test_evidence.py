@@ -8,7 +8,7 @@ from attn_dispatch.decisions import evidence
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
-from tools.lib.planted import SILICON, decision, problem_at
+from tests.support.made_up import SILICON, decision, problem_at
 
 TIMES = {("a", "natural"): 1.0, ("b", "natural"): 2.0}
 

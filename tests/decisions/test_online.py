@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attn_dispatch import attend, counters, dispatch, explain, process_state, profile
+from attn_dispatch import attend, counters, explain, process_state, profile
+from attn_dispatch.calls import routes
 from attn_dispatch.decisions import decide, online
 from attn_dispatch.errors import BackendFailed, InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
@@ -122,7 +123,7 @@ def test_the_decision_is_right_stored_and_used_from_then_on(machine: Machine) ->
     attend(*qkv())
     attend(*qkv())
     assert machine.calls() == before | {"b": before["b"] + 2}
-    (route,) = dispatch._routes.values()
+    (route,) = routes.routes.values()
     assert not isinstance(route.run, online._SampledRun), "a hit costs what it costs in other modes"
     assert (choice(), explain(*qkv()).source) == ("b", "measured")
     forget()
@@ -248,7 +249,7 @@ def test_a_recomputation_goes_the_way_of_its_forward_pass(use_reentrant: bool, m
     if not use_reentrant:
         assert choice(tensors) == "a", "this process keeps the guess"
         assert stored()[0].choice == "b"
-        assert not isinstance(next(iter(dispatch._routes.values())).run, online._SampledRun)
+        assert not isinstance(next(iter(routes.routes.values())).run, online._SampledRun)
         forget()
         attend(*tensors)
         assert choice(tensors) == "b", "the next process takes the decision"

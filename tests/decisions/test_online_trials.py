@@ -130,23 +130,6 @@ def test_a_backend_still_to_be_prepared_leaves_the_choice_open(
 
 
 @pytest.mark.full
-def test_what_was_guessed_without_neighbours_is_guessed_again(machine: Machine) -> None:
-    """Once one is measured, and only from then on; its own trial has not begun meanwhile."""
-    others = [qkv(length) for length in (40, 64)]
-    for tensors in others:
-        attend(*tensors)
-    assert {explain(*tensors).choice for tensors in others} == {"a"}
-    call_until_measured()
-    for tensors in others:
-        attend(*tensors)
-    before = machine.calls()
-    for tensors in others:
-        attend(*tensors)
-    assert called(machine, before) == {"a": 0, "b": 2, "c": 0}
-    assert {explain(*tensors).source for tensors in others} == {"learned"}
-    assert len(list(Store(cache_folder()).all())) == 1
-
-
 def test_three_percent_are_seen_as_by_profile(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """No caller waits, so that the race may go on until its comparisons are resolved."""
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "2000")
@@ -171,7 +154,7 @@ def test_a_lack_of_memory_ends_a_trial_with_one_warning(
     def run_out(*given: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(race.Race, "_skip_slowest", run_out)
+    monkeypatch.setattr(race.Race, "skip_slowest", run_out)
     exact = formula(*qkv(), Dense())[0]
     for _ in range(600):
         assert close(attend(*qkv()), exact)
@@ -183,16 +166,13 @@ def test_a_lack_of_memory_ends_a_trial_with_one_warning(
     assert Quarantine(cache_folder(), silicon("cpu")).entries() == []
 
 
-def test_no_crash_marker_is_left_between_slices_and_each_names_its_call(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two processes that die in different calls of a trial exclude nothing."""
-    calls: list[tuple[Path, int]] = []
+def test_no_crash_marker_is_left_between_slices(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    resumed: list[Path] = []
     resume = crash_markers.CrashMarker.resume
 
     def noted(self: crash_markers.CrashMarker) -> None:
         resume(self)
-        calls.append((self.path, self.calls))
+        resumed.append(self.path)
 
     monkeypatch.setattr(crash_markers.CrashMarker, "resume", noted)
 
@@ -201,15 +181,7 @@ def test_no_crash_marker_is_left_between_slices_and_each_names_its_call(
         assert not crash_markers._own_markers
 
     call_until_measured(call_and_look)
-    numbers: dict[str, list[int]] = {}
-    for path, number in calls:
-        numbers.setdefault(path.name[:20], []).append(number)  # by version
-    cases = set()
-    for found in numbers.values():
-        raced = found.index(1, 1) if found.count(1) > 1 else len(found)
-        assert found[:raced] == list(range(1, raced + 1)), "markers go, their count stays"
-        cases.add(tuple(found[raced:]))
-    assert cases == {(), (1, 2, 3, 4, 5, 6, 7, 8)}, "of the winner"
+    assert len(set(resumed)) > 1
 
 
 def test_strikes_are_forgotten_once_a_trial_admits_the_version(

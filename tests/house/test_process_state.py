@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 import attn_dispatch
-from attn_dispatch import attend, dispatch, process_state
+from attn_dispatch import attend, process_state
+from attn_dispatch.calls import routes
 from attn_dispatch.decisions import decide
 from tests.house.test_architecture import MODULES
 
@@ -18,11 +19,10 @@ HELD = {
     "decisions.decide._deciding",
     "decisions.call._observers",
     "kernels.device_cache._captured",
+    "kernels.registry._guards",
+    "kernels.triton.blocks._stored",
     "ring.link._connections",
-    "machine.child._idle",
     "ring.link._links",
-    "store.crash_markers._finalized",
-    "store.crash_markers._notes",
     "store.crash_markers._own_markers",
     "tuning.guard._idle",
     "tuning.hard_cases._cases",
@@ -52,10 +52,10 @@ def test_forgetting_by_kind() -> None:
     attend(x, x, x, backend="manual")
     attend(x, x, x)
     decided = dict(decide._decided)
-    assert dispatch._routes
+    assert routes.routes
     assert decided
     process_state.forget(process_state.ROUTES)
-    assert not dispatch._routes
+    assert not routes.routes
     assert decide._decided == decided
     process_state.forget_all()
     assert not decide._decided

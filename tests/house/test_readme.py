@@ -11,7 +11,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_it_is_short() -> None:
-    assert len(TEXT.splitlines()) <= 180
+    assert len(TEXT.splitlines()) <= 120
 
 
 def test_first_code_stands_early() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.decisions.graphs import operators
+from attn_dispatch.calls import graph_runs
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     DECODERS,
@@ -127,13 +127,13 @@ def test_a_static_cache_compiled(
     name: str, backend: str, fresh_compiler: None, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fullgraph=True: each step after the prompt runs attend()'s operator in each layer."""
-    runs, computed = [], operators._computed
+    runs, computed = [], graph_runs._computed
 
     def noted(q: Any, *args: Any, **more: Any) -> Any:
         runs.append(tuple(q.shape))
         return computed(q, *args, **more)
 
-    monkeypatch.setattr(operators, "_computed", noted)
+    monkeypatch.setattr(graph_runs, "_computed", noted)
     model = decoder(name)
     options = {"cache_implementation": "static"}
     expected = generated(model, REFERENCE.get(name, "sdpa"), **options)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, tensor_match
+from attn_dispatch import attend
 from attn_dispatch.backends import flex
+from attn_dispatch.calls import tensor_match
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.ring.engine.parts import SOLVERS

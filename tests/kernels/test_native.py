@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch import attend, process_state
 from attn_dispatch.backends import native
-from attn_dispatch.cli.commands import doctor
+from attn_dispatch.cli import machine
 from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library, run
@@ -269,7 +269,7 @@ def test_a_compiler_that_fails(copying_compiler: Path) -> None:
     assert attend(x, x, x).sum() == 8
     assert len(Path(f"{cxx}.log").read_text().splitlines()) == 1
     restarted()
-    _, report = doctor.examined()
+    report = machine.examined()
     (row,) = (each for each in report["backends"] if each["name"] == "native")
     assert (row["usable"], row["version"]) == (False, None)
     assert all(re.search(why, text) for text in (row["reason"], report["native"]))

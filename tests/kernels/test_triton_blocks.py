@@ -77,7 +77,7 @@ def test_products_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_products_from_registers_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three products of an H100's block spill 11 KiB a thread on 8.0 (tools.bench.kernels_compiled)."""
+    """Three products of an H100's block spill 11 KiB a thread on 8.0."""
     problem = replace(CUDA, head_dim=64, dtype=torch.float32)
     first = []
     for capability, shared in (((8, 0), 163 * 2**10), ((9, 0), 227 * 2**10)):

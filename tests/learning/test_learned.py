@@ -22,8 +22,8 @@ from attn_dispatch.learning.predict import (
 )
 from attn_dispatch.learning.regret import GroupRegret, HeldOutChoice, leave_one_out, total
 from attn_dispatch.store.decision import Decision
-from tools.checks.trust_learned import planted
-from tools.lib.planted import PROBLEM, Name, decision, measured, problem_at, surface, times_at
+from tests.support.made_up import PROBLEM, Name, decision, measured, problem_at, surface
+from tests.support.regrets import regrets
 
 A, B, C = (("a", "natural"), ("b", "natural"), ("c", "natural"))
 CROSS = 1000  #: tokens at which a and b take the same time
@@ -64,18 +64,6 @@ def test_two_measurements_suffice() -> None:
     assert choice(950, evidence).ratios[B] == pytest.approx(1000 / 950, abs=0.01)
 
 
-def test_a_crossover_between_batches() -> None:
-    evidence = [decision(problem_at(1024, n), {A: n / 8, B: 1.0}) for n in (1, 2, 4, 16, 32, 64)]
-    found = [predict(problem_at(1024, n), evidence, (A, B)) for n in (7, 9)]
-    assert [each and each.backend for each in found] == ["a", "b"]
-
-
-def test_beyond_the_evidence_the_nearest_end_decides() -> None:
-    evidence = crossing(*LENGTHS)
-    assert choice(16, evidence).backend == "a"
-    assert choice(1 << 20, evidence).backend == "b"
-
-
 def test_confidence_falls_toward_the_crossover_and_away_from_the_evidence() -> None:
     evidence = crossing(*LENGTHS)
     near, far = choice(1020, evidence), choice(4000, evidence)
@@ -88,7 +76,7 @@ def test_confidence_falls_toward_the_crossover_and_away_from_the_evidence() -> N
 
 def test_confidence_is_calibrated() -> None:
     """On synthetic surfaces the share of right choices matches the claimed confidence at every level."""
-    found = planted(1, range(6), unseen=50)
+    found = regrets(range(6), unseen=50)
     for part in ("leave_one_out", "unseen"):
         figures = found[part]
         assert figures["mean"] <= 0.03
@@ -97,13 +85,6 @@ def test_confidence_is_calibrated() -> None:
     for level in found["calibration"]:
         spread = math.sqrt(max(level["claimed"] * (1 - level["claimed"]), 0.01) / level["count"])
         assert level["hit"] > level["claimed"] - 3 * spread
-
-
-def test_the_surfaces_have_several_fastest_backends() -> None:
-    for seed in range(6):
-        backends = surface(seed)
-        found = [times_at(backends, problem_at(length)) for length in range(64, 16_384, 64)]
-        assert len({min(each, key=each.__getitem__) for each in found}) >= 3
 
 
 # --- eligible candidates ----------------------------------------------------------------------------------------------

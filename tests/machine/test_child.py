@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from attn_dispatch.machine import child
-from attn_dispatch.machine.child import Outcome, reused, run_alone
+from attn_dispatch.machine.child import Outcome, run_alone
 
 MODULE = "tests.support.alone"
 PATIENT_S = 60.0
@@ -29,33 +28,19 @@ def dies(at: str, how: str, **limits: float) -> Outcome:
     return run_alone(MODULE, "dies", (at, how), **{"start_s": PATIENT_S, "limit_s": PATIENT_S, **limits})
 
 
-def test_one_process_serves_while_the_settings_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    with reused():
-        first = pid(["a", 1])
-        assert first[0] != os.getpid()
-        assert first[1:] == [["a", 1], None]
-        assert pid("b")[0] == first[0]
-        monkeypatch.setenv("ATTN_DISPATCH_TEST", "x")
-        other = pid()
-        assert other[0] != first[0]
-        assert other[2] == "x"
-    assert child._idle == []
+def test_it_has_the_variables_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_TEST", "x")
+    other, given, variable = pid(["a", 1])
+    assert other != os.getpid()
+    assert (given, variable) == (["a", 1], "x")
 
 
-def test_by_default_it_ends_with_its_answer() -> None:
+def test_it_ends_with_its_answer() -> None:
     """It would take memory of a device that the program needs."""
     found = pid()[0]
     assert isinstance(found, int)
     with pytest.raises(ProcessLookupError):
         os.kill(found, 0)
-
-
-def test_one_that_ended_meanwhile_is_replaced() -> None:
-    with reused():
-        first = pid()[0]
-        assert isinstance(first, int)
-        os.kill(first, signal.SIGKILL)
-        assert pid()[0] != first
 
 
 @pytest.mark.parametrize(
@@ -70,17 +55,11 @@ def test_one_that_ended_meanwhile_is_replaced() -> None:
 )
 def test_its_end_is_told(at: str, how: str, expected: Outcome) -> None:
     assert dies(at, how) == expected
-    assert child._idle == []
 
 
-@pytest.mark.parametrize(("at", "limit"), [("early", "start_s"), ("later", "limit_s")])
-def test_one_that_takes_too_long_is_killed(at: str, limit: str) -> None:
-    with reused():
-        pid()  # it has started
-        (helper,) = child._idle
-        assert dies(at, "hangs", **{limit: 0.05}) == Outcome(at == "later")
-    assert helper.process.returncode == -signal.SIGKILL
-    assert child._idle == []
+@pytest.mark.parametrize(("at", "limits"), [("early", {"start_s": 0.05}), ("later", {"limit_s": 0.05})])
+def test_one_that_takes_too_long_is_killed(at: str, limits: dict[str, float]) -> None:
+    assert dies(at, "hangs", **limits) == Outcome(at == "later")
 
 
 def test_no_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.cli.commands import doctor
+from attn_dispatch.cli import machine
 from attn_dispatch.decisions.unmeasured import forced_candidates
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.devices import missing_code
@@ -74,8 +74,8 @@ def test_no_backend_runs_on_it() -> None:
 
 @pytest.mark.usefixtures("unusable")
 def test_doctor_says_so() -> None:
-    found: Any = doctor._device("cuda:0")
+    found: Any = machine._device("cuda:0")
     assert "no code for NVIDIA GeForce GTX 1080 (sm_61)" in found["unusable"]
-    assert doctor._device("cpu")["unusable"] == ""
+    assert machine._device("cpu")["unusable"] == ""
     backend: Any = registry.load("manual")
-    assert "no code for" in doctor._unusable(backend)
+    assert "no code for" in machine._unusable(backend)

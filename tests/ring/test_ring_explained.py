@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from attn_dispatch import attend, counters, explain
 from attn_dispatch.errors import NoBackend
@@ -59,6 +60,22 @@ def explained_shorter() -> str:
 def test_other_lengths_are_explained_anew(ranks: Ranks, set_mode: Any) -> None:
     set_mode("off")
     assert LOCAL not in ranks.everywhere(explained_shorter, ranks=2)
+
+
+def explained_documents() -> list[str]:
+    """The problems that `explain` names before any call: of this rank's whole documents, and of cut ones' parts."""
+    mesh = ring_ranks.group()
+    ids = torch.arange(48).expand(2, -1) // 20
+    found = explain(*part(mesh), is_causal=True, documents=ids, mesh=mesh)
+    return [each.problem for each in (found, *found.others)]
+
+
+def test_documents_are_explained_without_a_word_to_others(ranks: Ranks, set_mode: Any) -> None:
+    """Documents of 20, 20 and 8 tokens, the second one cut after 4: the other 16 see those too."""
+    set_mode("off")
+    first, second = ranks.everywhere(explained_documents, ranks=2)
+    assert [each.split(", 4, 8]")[0] for each in first] == ["[2, 32", "[2, 4"]  # classes of lengths
+    assert [each.split("   ")[0] for each in second] == ["[2, 16, 4, 8] k, v [32, 4]", "[2, 8, 4, 8]"]
 
 
 def test_a_decision_is_measured_once_and_stored(ranks: Ranks, set_mode: Any) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tools.lib.ring_overlap import slowed
+from tests.support.slow_link import slowed
 
 BYTES_PER_S = 2e6
 

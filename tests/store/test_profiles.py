@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import attn_dispatch
 from attn_dispatch import cli, settings
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.decisions import look_up
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.registry import BUILT_IN, LAST_RESORT
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import standard_problems
+from attn_dispatch.store import folder
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.bundle import Refused, read_bundle, shareable, write_bundle
-from attn_dispatch.store.decision import Damaged, Decision, Drift, Row, from_elsewhere
+from attn_dispatch.store.bundle import read_bundle, shareable, write_bundle
+from attn_dispatch.store.decision import Decision, Drift, Row, from_elsewhere
 from attn_dispatch.store.folder import Store
-from tests.support.entries import decision
+from attn_dispatch.tuning.candidates import Request
+from tests.support.entries import KEY, OTHER, WHOLE, decision
+from tests.support.fakes import SILICON
 
 CPU = "cpu-amd-epyc-avx512_bf16-2c-2t"
 MOST_BYTES = 2 << 20
@@ -29,53 +36,27 @@ BACKENDS = (*BUILT_IN, LAST_RESORT)
 PROFILES = sorted((Path(attn_dispatch.__file__).parent / "profiles").glob("*.json"))
 
 
-def faults(path: Path) -> list[str]:
-    """Why a file cannot be shipped; empty if it can."""
-    content = path.read_bytes()
-    try:
-        found = read_bundle(content)
-    except Damaged as error:
-        return [f"unreadable: {error}"]
-    decisions = [each for each in found if isinstance(each, Decision)]
-    why = [f"{each.what}: {each.reason}" for each in found if isinstance(each, Refused)]
-    why += [f"{len(content)} bytes, over {MOST_BYTES}"] * (len(content) > MOST_BYTES)
-    why += ["no decision"] * (not decisions)
-    for each in decisions:
-        why += [f"{each.key}: of {each.silicon}, not {path.stem}"] * (each.silicon != path.stem)
-        why += [f"{each.key}: {reason}" for reason in shareable([each], BACKENDS).left_out]
-        why += [f"{each.key}: holds more than --share writes"] * (
-            shareable([each], BACKENDS).decisions not in ([], [each])
-        )
-        why += [f"{each.key}: not the key of its problem"] * (_address(each) != each.address)
-    return why
-
-
-def _address(decision: Decision) -> Address | None:
-    try:
-        return Address.of(Problem.from_dict(decision.problem, "cpu").to_dict() | {"device": decision.problem["device"]},
-                          decision.silicon)  # fmt: skip
-    except (InvalidInput, KeyError):
-        return None
-
-
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_every_file_can_be_shipped(path: Path) -> None:
-    assert faults(path) == []
+    """Its decisions are readable, of its silicon and of their problems, and hold no more than `--share` writes."""
+    content = path.read_bytes()
+    assert len(content) <= MOST_BYTES
+    found = read_bundle(content)
+    assert found
+    for each in found:
+        assert isinstance(each, Decision), each
+        assert each.silicon == path.stem
+        assert shareable([each], BACKENDS).decisions == [each]
+        problem = Problem.from_dict(each.problem, "cpu").to_dict() | {"device": each.problem["device"]}
+        assert Address.of(problem, each.silicon) == each.address
 
 
 def measured(median_ms: float = 1e3, where: str = CPU, **changes: Any) -> Decision:
     problem = standard_problems(torch.device("cpu"))[0].to_dict()
     row = Row(backend="sdpa", order="natural", status="chosen", version="1", median_ms=median_ms)
-    other = Row(
-        backend="flash", order="natural", status="failed", reason="no /home/someone/lib.so", extra={"host": "x"}
-    )
+    other = Row(backend="flash", order="natural", status="failed", reason="no /home/someone/lib.so")
     plugged = Row(backend="mine", order="natural", status="slower", median_ms=2 * median_ms)
-    values = {
-        **Address.of(problem, where)._asdict(),
-        "problem": problem,
-        "title": "dense",
-        "extra": {"user": "someone"},
-    }
+    values = {**Address.of(problem, where)._asdict(), "problem": problem, "title": "dense"}
     provenance = {"torch": "2", "name": "CPU", "platform": "Linux-6-someone", "host": "there"}
     rows = {"candidates": (row, other, plugged), "provenance": provenance}
     return decision(**{**rows, **values, **changes})
@@ -101,31 +82,12 @@ def test_what_is_shared_holds_nothing_personal() -> None:
         (measured(choice="mine", candidates=(Row(backend="mine", order="natural", status="chosen"),)), "plug-in"),
     ],
 )
-def test_what_is_not_shared(given: Decision, why: str, tmp_path: Path) -> None:
+def test_what_is_not_shared(given: Decision, why: str) -> None:
     found, left_out = shareable([given, measured()], BACKENDS)
     assert len(found) == 1
     ((reason, count),) = left_out.items()
     assert why in reason
     assert count == 1
-    path = tmp_path / f"{CPU}.json"
-    path.write_bytes(write_bundle([given]))
-    assert any(why in fault for fault in faults(path))
-
-
-def test_faults_of_a_file(tmp_path: Path) -> None:
-    good = shareable([measured()], BACKENDS).decisions[0]
-    path = tmp_path / f"{CPU}.json"
-    for content, fault in (
-        (write_bundle([good]), None),
-        (write_bundle([]), "no decision"),
-        (write_bundle([good])[:-9], "unreadable"),
-        (write_bundle([good]).replace(b"dense", b"dance"), "checksum"),
-        (write_bundle([measured()]), "holds more"),
-        (write_bundle([measured(where="cpu-other-2c-2t")]), "not cpu-amd"),
-        (write_bundle([measured(key="f" * 20)]), "not the key"),
-    ):
-        path.write_bytes(content)
-        assert (fault is None and faults(path) == []) or any(str(fault) in each for each in faults(path)), fault
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,20 +108,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--standard", "--causal"), ("--standard", "--from", "x"), ("--standard", "--thresholds")]
-)
-def test_standard_takes_no_problems(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["profile", *arguments]) == 2
-    assert "--standard names the problems" in capsys.readouterr().err
-
-
-def test_ranks_share_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli.main(["profile", "--quick", "--share", "x"]) == 2
-    assert "--share" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_standard_problems(device: str) -> None:
     found = standard_problems(torch.device(device, 0) if device == "cuda" else torch.device(device))
@@ -169,3 +117,73 @@ def test_standard_problems(device: str) -> None:
     kinds = {(type(each.pattern).__name__, each.dtype, each.needs_grad) for each in found}
     assert len(kinds) == 4 * 3 * 2
     assert len({each.key(CPU) for each in found}) == len(found) == 30 * len(lengths) - (12 if device == "cpu" else 0)
+
+
+# --- what the package ships -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which shipped profiles are looked for."""
+    package = tmp_path / "profiles"
+    package.mkdir()
+    monkeypatch.setattr(folder, "package_files", lambda name: package)
+    return package
+
+
+def ship(package: Path, *decisions: Decision, silicon: str = SILICON) -> None:
+    (package / f"{silicon}.json").write_bytes(write_bundle(decisions))
+
+
+def test_shipped_decisions(package: Path) -> None:
+    given = from_elsewhere(decision(source="shipped"), "shipped")
+    ship(package, decision(), decision(key=OTHER), decision(silicon="cpu-other"))
+    assert folder.shipped(SILICON) == {KEY: given, OTHER: replace(given, key=OTHER)}
+
+
+def test_a_shipped_decision_that_is_damaged(package: Path, warnings: Callable[[], list[str]]) -> None:
+    content = write_bundle([decision(), decision(key=OTHER)]).replace(b"dense", b"dance", 1)
+    (package / f"{SILICON}.json").write_bytes(content)
+    assert list(folder.shipped(SILICON)) == [OTHER]
+    (text,) = warnings()
+    assert f"decision 1, key {KEY!r}" in text
+    assert "checksum" in text
+    (package / f"{SILICON}.json").write_bytes(WHOLE[:50])
+    folder.shipped.cache_clear()
+    assert folder.shipped(SILICON) == {}
+    assert "ignored the shipped profile" in warnings()[-1]
+
+
+def test_files_outside_the_package_are_not_read(package: Path) -> None:
+    (package.parent / "secret.json").write_bytes(write_bundle([decision()]))
+    assert folder.shipped("../secret") == {}
+
+
+def rows(choice: str) -> tuple[Row, ...]:
+    """Of every backend that there is now."""
+    status = {choice: "chosen"}
+    versions = {name: registry.version_of(registry.load(name)) for name in registry.names()}
+    return tuple(
+        Row(backend=name, order="natural", status=status.get(name, "not_measured"), version=versions[name])
+        for name in versions
+    )
+
+
+def test_stored_decisions_take_precedence_over_shipped_ones(package: Path) -> None:
+    x = torch.zeros(1, 8, 1, 4)
+    problem = Problem.of(x, x, x)
+    where = silicon(problem.device)
+    common = {
+        "key": problem.key(where),
+        "silicon": where,
+        "group": group_of(problem.to_dict()),
+        "problem": problem.to_dict(),
+    }
+    ship(package, decision(choice="manual", candidates=rows("manual"), **common), silicon=where)
+    found = look_up.read_stored(Request.of(problem))
+    assert found is not None
+    assert (found.choice, found.source) == ("manual", "shipped")
+    Store(settings.cache_folder()).put(decision(choice="sdpa_mask", candidates=rows("sdpa_mask"), **common))
+    found = look_up.read_stored(Request.of(problem))
+    assert found is not None
+    assert (found.choice, found.source) == ("sdpa_mask", "measured")

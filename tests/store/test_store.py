@@ -7,16 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
 import pytest
 
 from attn_dispatch import settings
-from attn_dispatch.store import problem_files
-from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
-from tests.support.entries import GROUP, KEY, OTHER, WHOLE, chosen, decision, files_in, plant
+from tests.support.entries import GROUP, KEY, OTHER, WHOLE, chosen, decision, files_in
 from tests.support.fakes import SILICON
 
 # --- reading and writing ----------------------------------------------------------------------------------------------
@@ -28,21 +27,6 @@ def test_a_written_decision_is_read_back(folder: Path) -> None:
     assert Store(folder).get(SILICON, GROUP, KEY) == given
 
 
-def test_a_later_decision_replaces_an_earlier_one(folder: Path) -> None:
-    for choice, created in (("sdpa", "2025-01-01T00:00:00"), ("other", "2025-01-01T00:00:01")):
-        Store(folder).put(decision(created=created, **chosen(choice)))
-    found = Store(folder).get(SILICON, GROUP, KEY)
-    assert found is not None
-    assert found.choice == "other"
-
-
-def test_a_new_folder_has_no_decisions(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    assert Store(folder).get(SILICON, GROUP, KEY) is None
-    assert list(Store(folder).all()) == []
-    assert not folder.exists()
-    assert warnings() == []
-
-
 def test_all_is_sorted_by_address(folder: Path) -> None:
     given = [decision(silicon=s, key=k) for s in ("cpu-b", "cpu-a") for k in (OTHER, KEY)]
     for each in given:
@@ -51,31 +35,11 @@ def test_all_is_sorted_by_address(folder: Path) -> None:
     assert found == [("cpu-a", KEY), ("cpu-a", OTHER), ("cpu-b", KEY), ("cpu-b", OTHER)]
 
 
-def test_all_skips_damaged_files(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    plant(folder, b"{")
-    Store(folder).put(decision(key=OTHER))
-    assert [each.key for _, each in Store(folder).all()] == [OTHER]
-    assert len(warnings()) == 1
-
-
 @pytest.mark.parametrize(
     ("silicon", "key"),
     [
-        ("..", KEY),
-        ("../" + SILICON, KEY),
-        ("/etc", KEY),
-        ("a/b", KEY),
-        ("", KEY),
-        ("Cpu", KEY),
-        ("a" * 129, KEY),
-        (SILICON + "\n", KEY),
-        (SILICON, ""),
-        (SILICON, "../../../../etc/pass"),
-        (SILICON, KEY[:19]),
-        (SILICON, KEY + "0"),
-        (SILICON, KEY + "\n"),
-        (SILICON, KEY[:19] + "G"),
-        (SILICON, KEY.upper()),
+        *((name, KEY) for name in ("..", "/etc", "a/b", "", "Cpu", "a" * 129, SILICON + "\n")),
+        *((SILICON, name) for name in ("", "../../../../etc/pass", KEY[:19], KEY + "0", KEY + "\n", KEY.upper())),
     ],
     ids=repr,
 )
@@ -91,19 +55,9 @@ def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> N
     assert not folder.exists()
 
 
-def test_times_of_zero_are_stored(folder: Path) -> None:
-    given = decision(
-        candidates=(
-            Row(backend="sdpa", order="natural", status="chosen", median_ms=0.0, low_ms=0.0, high_ms=0.0, rounds=1),
-        )
-    )
-    assert Store(folder).put(given) is not None
-    assert Store(folder).get(SILICON, GROUP, KEY) == given
-
-
 # --- writing that fails -----------------------------------------------------------------------------------------------
 
-FAILURES: dict[str, str] = {"folder": "pathlib.Path.mkdir", "file": "tempfile.mkstemp", "rename": "os.replace"}
+FAILURES: dict[str, str] = {"folder": "pathlib.Path.mkdir", "file": "os.fsync", "rename": "os.replace"}
 
 
 @pytest.mark.parametrize("target", FAILURES.values(), ids=FAILURES)
@@ -128,30 +82,19 @@ def test_a_folder_that_cannot_be_written(
 
 
 @pytest.mark.parametrize("target", ["os.replace", "os.fsync"])
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, MemoryError], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=repr)
 def test_an_interrupted_write_leaves_the_old_file(
-    folder: Path, target: str, stop: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    folder: Path, target: str, stop: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A full disk too."""
     Store(folder).put(decision())
 
     def interrupt(*args: object) -> None:
         raise stop
 
     monkeypatch.setattr(target, interrupt)
-    with pytest.raises(stop):
+    with nullcontext() if isinstance(stop, OSError) else pytest.raises(KeyboardInterrupt):
         Store(folder).put(decision(created="2026-01-01T00:00:00", **chosen("other")))
-    assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
-    assert Store(folder).get(SILICON, GROUP, KEY) == decision()
-
-
-def test_a_full_disk_leaves_the_old_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Store(folder).put(decision())
-
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    assert Store(folder).put(decision(created="2026-01-01T00:00:00", **chosen("other"))) is None
     assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
     assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
@@ -167,29 +110,7 @@ def test_temporary_files_of_killed_writers_are_not_read(folder: Path, warnings: 
     assert warnings() == []
 
 
-def test_missed_problems_are_appended_to_the_file(folder: Path) -> None:
-    for batch in (1, 2):
-        problem_files.note_missed(folder, {"batch": batch})
-    assert (folder / problem_files.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
-
-
-def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    folder.write_text("not a folder")
-    for _ in range(2):
-        problem_files.note_missed(folder, {"batch": 1})
-    (text,) = warnings()
-    assert text.startswith("misses are not recorded: ")
-
-
-def test_files_have_default_permissions(tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    plain.touch()
-    path = Store(tmp_path).put(decision())
-    assert path is not None
-    assert path.stat().st_mode == plain.stat().st_mode
-
-
-def test_a_changed_umask_applies_to_later_files(tmp_path: Path) -> None:
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         modes = []
@@ -205,21 +126,25 @@ def test_a_changed_umask_applies_to_later_files(tmp_path: Path) -> None:
 
 # --- many processes ---------------------------------------------------------------------------------------------------
 
-WRITES = 200
+WRITES = 25
 WRITER = """
 import sys
 from pathlib import Path
 from datetime import UTC, datetime
-import msgspec
+from msgspec.structs import replace
+from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.decision import decode
 
+files.LOCK_S = 60.0  # of busy machines
 store, name = Store(Path(sys.argv[1])), sys.argv[2]
 given = decode(sys.stdin.buffer.read())
 for i in range(int(sys.argv[3])):
+    now = datetime.now(UTC).isoformat()
+    row = replace(given.candidates[0], backend=f"{name} {i}", measured=now)
     title = f"{name} {i} " + "x" * (i * 97 % 5000)
-    created = datetime.now(UTC).isoformat()
-    assert store.put(msgspec.structs.replace(given, title=title, created=created)) is not None
+    new = replace(given, title=title, created=now, choice=row.backend, candidates=(row,))
+    assert store.put(new) is not None
 """
 
 
@@ -243,8 +168,9 @@ def titles_seen(folder: Path, writers: list[subprocess.Popen[bytes]]) -> Iterato
             yield found.title
 
 
-def test_readers_see_whole_files_while_others_write(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    writers = [start_writer(folder, name) for name in ("one", "two")]
+def test_eight_writers_lose_nothing(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    """Readers see whole files meanwhile; the rows of all writers are in the merged decision."""
+    writers = [start_writer(folder, f"w{number}") for number in range(8)]
     seen = set(titles_seen(folder, writers))
     for writer in writers:
         with writer:
@@ -256,7 +182,8 @@ def test_readers_see_whole_files_while_others_write(folder: Path, warnings: Call
     assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
     found = Store(folder).get(SILICON, GROUP, KEY)
     assert found is not None
-    assert found.title.split()[1] == str(WRITES - 1)
+    expected = {f"w{number} {turn}" for number in range(8) for turn in range(WRITES)}
+    assert {row.backend for row in found.candidates} == expected
 
 
 # --- the cache folder -------------------------------------------------------------------------------------------------
@@ -268,14 +195,7 @@ def test_the_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "~/there")
     assert settings.cache_folder() == tmp_path / "there"
-
-
-@pytest.mark.parametrize("value", [None, ""])
-def test_the_default_folder(value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if value is None:
-        monkeypatch.delenv("ATTN_DISPATCH_CACHE_DIR")
-    else:
-        monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", value)
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert settings.cache_folder() == tmp_path / "attn-dispatch"
 

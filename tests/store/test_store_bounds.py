@@ -6,22 +6,22 @@ import errno
 import fcntl
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.process_state import READ, forget
+from attn_dispatch.settings import NOWHERE
 from attn_dispatch.store import files, problem_files
-from attn_dispatch.store import folder as store
-from attn_dispatch.store.decision import HEAD, Row, encode
+from attn_dispatch.store.decision import Row, encode
 from attn_dispatch.store.folder import Store
+from attn_dispatch.store.passed import has_passed, is_confirmed, note_confirmed, note_passed
 from attn_dispatch.store.problem_files import note_missed
-from tests.support.entries import GROUP, KEY, OTHER, decision, files_in
+from tests.support.entries import GROUP, KEY, OTHER, chosen, decision, files_in
 from tests.support.fakes import SILICON
 
 SIZE = len(encode(decision()))
@@ -45,7 +45,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, count: float) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_MB", repr(count * SIZE / 1e6))
 
 
-# --- size -------------------------------------------------------------------------------------------------------------
+# --- size -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_decisions_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,55 +57,23 @@ def test_the_least_recently_used_decisions_are_removed(tmp_path: Path, monkeypat
     assert set(files_in(tmp_path)) == {paths[0], *paths[-7:], written}
 
 
-def test_a_new_decision_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_many(tmp_path, 3)
-    bound(monkeypatch, 0.5)
-    written = Store(tmp_path).put(decision(key=OTHER))
-    assert written is not None
-    assert files_in(tmp_path) == [written]
-
-
-def test_within_the_limit_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_many(tmp_path, 9)
-    bound(monkeypatch, 10)
-    Store(tmp_path).put(decision(key=OTHER))
-    assert len(files_in(tmp_path)) == 10
-
-
-def test_the_size_is_checked_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-    monkeypatch.setattr(files, "tidy", lambda *given, **named: checked.append(len(written)))
-    monkeypatch.setattr("os.fsync", lambda handle: None)
-    written: list[int] = []
-    for number in range(2 * store.PUTS_PER_CLEANUP + 1):
-        written.append(number)
-        Store(tmp_path).put(decision(key=f"{number:020x}"))
-    assert checked == [1, store.PUTS_PER_CLEANUP + 1, 2 * store.PUTS_PER_CLEANUP + 1]
-
-
-def test_concurrent_clean_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_used_during_a_clean_up_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process removes one, and writes to another."""
     paths = plant_many(tmp_path, 6)
-    real = os.stat
+    real = files._remove
 
-    def gone(path: Any, *given: Any, **named: Any) -> os.stat_result:
-        if path == str(paths[0]):
-            paths[0].unlink(missing_ok=True)
-        return real(path, *given, **named)
-
-    def used(path: Any, *given: Any, **named: Any) -> os.stat_result:
-        if path == str(paths[1]):
-            os.utime(path)
-        return gone(path, *given, **named)
+    def meanwhile(path: Path, seen: os.stat_result) -> None:
+        paths[0].unlink(missing_ok=True)
+        os.utime(paths[1])
+        real(path, seen)
 
     bound(monkeypatch, 5)
-    monkeypatch.setattr("os.stat", used)
+    monkeypatch.setattr(files, "_remove", meanwhile)
     Store(tmp_path).put(decision(key=OTHER))
-    monkeypatch.undo()
-    assert not paths[0].exists()
-    assert paths[1].exists()
+    assert [path.exists() for path in paths] == [False, True, False, True, True, True]
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "much", "1 MB"])
+@pytest.mark.parametrize("value", ["0", "nan", "1 MB"])
 def test_an_invalid_limit_is_refused(tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_MB", value)
     with pytest.raises(InvalidInput, match=r"ATTN_DISPATCH_CACHE_MB.*" + value):
@@ -113,45 +81,21 @@ def test_an_invalid_limit_is_refused(tmp_path: Path, value: str, monkeypatch: py
     assert files_in(tmp_path) == []
 
 
-def test_a_read_updates_the_file_time_once_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path,) = plant_many(tmp_path, 1)
-    times = []
-    for _ in range(2):
-        assert Store(tmp_path).get(SILICON, path.parent.name, path.stem) is not None
-        times.append(path.stat().st_mtime_ns)
-        os.utime(path, (0, 1e9))
-    assert times[0] > 1.1e18
-    assert times[1] == 10**18
-
-
-def test_a_file_time_that_cannot_be_updated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
-) -> None:
-    (path,) = plant_many(tmp_path, 1)
-
-    def refuse(name: str, *, follow_symlinks: bool) -> None:
-        raise PermissionError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr("os.utime", refuse)
-    assert Store(tmp_path).get(SILICON, path.parent.name, path.stem) is not None
-    assert warnings() == []
-
-
-# --- temporary files of killed writers --------------------------------------------------------------------------------
+# --- temporary files of killed writers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("age_s", "stays"), [(2 * 3600, False), (60, True), (-10 * DAY, True)])
 def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     """A file time in the future gives no age."""
-    left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(f".{KEY}-abcd_123.tmp")
+    left = Store(tmp_path).path(SILICON, GROUP, KEY).with_name(f".{KEY}-abcd0123.tmp")
     left.parent.mkdir(parents=True)
-    left.write_bytes(HEAD + b"half a")
+    left.write_bytes(b"half a")
     os.utime(left, (0, time.time() - age_s))
     Store(tmp_path).put(decision(key=OTHER))
     assert left.exists() == stays
 
 
-# --- clocks -----------------------------------------------------------------------------------------------------------
+# --- clocks ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_time_in_the_future_does_not_win_a_merge(tmp_path: Path) -> None:
@@ -166,27 +110,7 @@ def test_a_time_in_the_future_does_not_win_a_merge(tmp_path: Path) -> None:
     assert Store(tmp_path).get(SILICON, GROUP, KEY) == fresh
 
 
-# --- locks ------------------------------------------------------------------------------------------------------------
-
-
-def row(backend: str, status: str) -> Row:
-    return Row(backend=backend, order="natural", status=status, median_ms=1.0, measured="2025-01-01T00:00:00")
-
-
-def test_concurrent_writers_of_one_key_lose_no_rows(tmp_path: Path) -> None:
-    def write(name: str) -> None:
-        for number in range(10):
-            mine = decision(choice=f"{name}{number}", candidates=(row(f"{name}{number}", "chosen"),))
-            assert Store(tmp_path).put(mine) is not None
-
-    writers = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    found = Store(tmp_path).get(SILICON, GROUP, KEY)
-    assert found is not None
-    assert {each.backend for each in found.candidates} == {f"{name}{number}" for name in "abcd" for number in range(10)}
+# --- locks ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_held_lock_is_waited_for_briefly(
@@ -202,26 +126,14 @@ def test_a_held_lock_is_waited_for_briefly(
     assert warnings() == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO], ids=errno.errorcode.get)
-def test_a_file_system_without_locks(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(handle: int, how: int) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    before = len(os.listdir("/proc/self/fd"))
     assert Store(tmp_path).put(decision()) is not None
-    assert (len(os.listdir("/proc/self/fd")) if before else 0) == before
-
-
-def test_a_folder_in_place_of_the_lock(tmp_path: Path) -> None:
-    folder = Store(tmp_path).path(SILICON, GROUP, KEY).parent
-    (folder / files.LOCK).mkdir(parents=True)
-    assert Store(tmp_path).put(decision()) is not None
-
-
-def test_a_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "fcntl", None)
-    assert Store(tmp_path).put(decision()) is not None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
@@ -237,7 +149,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Call
     assert len(warnings()) == 2
 
 
-# --- problems that were missed ----------------------------------------------------------------------------------------
+# --- problems that were missed --------------------------------------------------------------------------------------
 
 
 def test_a_missed_problem_is_recorded_once_per_process(tmp_path: Path) -> None:
@@ -246,14 +158,12 @@ def test_a_missed_problem_is_recorded_once_per_process(tmp_path: Path) -> None:
     assert (tmp_path / problem_files.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
 
 
-def test_a_huge_file_of_misses_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / problem_files.MISSED
-    path.touch()
-    os.truncate(path, 1 << 33)  # sparse
-    with path.open("ab") as file:
-        file.write(b"\n")
-    note_missed(tmp_path, {"batch": 7})
-    assert path.read_text() == '{"batch":7}\n'
+def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable[[], list[str]]) -> None:
+    folder.write_text("not a folder")
+    for _ in range(2):
+        note_missed(folder, {"batch": 1})
+    (text,) = warnings()
+    assert text.startswith("misses are not recorded: ")
 
 
 def test_the_older_half_of_the_misses_is_removed(tmp_path: Path) -> None:
@@ -265,3 +175,40 @@ def test_the_older_half_of_the_misses_is_removed(tmp_path: Path) -> None:
     assert numbers == list(range(numbers[0], 1100))
     assert 0 < numbers[0] < 600
     assert files_in(tmp_path) == [path]
+
+
+# --- checks that were passed ----------------------------------------------------------------------------------------
+
+
+def test_a_passed_check_is_known_to_the_next_process(tmp_path: Path) -> None:
+    note_passed(tmp_path, SILICON, "a")
+    for _ in range(2):
+        assert has_passed(tmp_path, SILICON, "a")
+        assert not has_passed(tmp_path, SILICON, "b")
+        assert not has_passed(tmp_path, f"{SILICON}-other", "a")
+        forget(READ)
+    with pytest.raises(ValueError, match="not a fingerprint"):
+        has_passed(tmp_path, "../x", "a")
+
+
+def test_a_choice_is_confirmed_by_its_version_and_by_the_time_it_was_made(tmp_path: Path) -> None:
+    found = decision()
+    assert not is_confirmed(tmp_path, found)
+    note_confirmed(tmp_path, found, "1.2")
+    assert is_confirmed(tmp_path, found)
+    assert is_confirmed(tmp_path, found, "1.2")
+    assert not is_confirmed(tmp_path, found, "1.3")
+    others = ({"key": OTHER}, chosen("other"), {"created": "2025-01-02T00:00:00+00:00"})
+    assert not any(is_confirmed(tmp_path, decision(**changes)) for changes in others)
+
+
+def test_a_folder_that_takes_no_file(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    (tmp_path / "passed").write_text("")
+    for check in ("a", "b"):
+        note_passed(tmp_path, SILICON, check)
+        assert has_passed(tmp_path, SILICON, check)
+    (text,) = warnings()
+    assert text.startswith(f"passed checks are not remembered: {tmp_path / 'passed'} cannot be written (")
+    note_passed(NOWHERE, SILICON, "c")
+    assert has_passed(NOWHERE, SILICON, "c")
+    assert len(warnings()) == 1

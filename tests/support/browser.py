@@ -84,13 +84,10 @@ class Page:
     def open(self, path: Path) -> None:
         """Load a file and wait until it and its plots are drawn."""
         self.send("Page.navigate", url=path.resolve().as_uri())
-        self.wait_for("document.readyState === 'complete' && document.documentElement.dataset.ready")
-        self.drawn()
-
-    def drawn(self) -> None:
-        """Wait until every plot has its marks or says that it has none."""
         self.wait_for(
-            "[...document.querySelectorAll('.plot')].every((box) => box.querySelector('svg') || box.textContent)"
+            "document.readyState === 'complete' && "
+            "(document.documentElement.dataset.ready || !document.scripts.length) && "
+            "[...document.querySelectorAll('.plot')].every((box) => box.querySelector('svg'))"
         )
 
     def ask(self, expression: str) -> Any:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.tuning.choice import Entrant, choose
 from attn_dispatch.tuning.intervals import Timing
-from tools.lib.planted import decision, problem_at
+from tests.support.made_up import decision, problem_at
 
 LENGTHS = tuple(256 << step for step in range(10))
 ROUNDS = 25

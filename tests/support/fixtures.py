@@ -140,7 +140,7 @@ def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Enough time on a busy machine to measure all candidates of a small problem; a resolved race takes a tenth of it.
     """
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
-    monkeypatch.setattr(tuner, "FIXED_S", 3.0)
+    monkeypatch.setattr(tuner, "WAITING", tuner.WAITING._replace(fixed_s=3.0))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

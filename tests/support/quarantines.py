@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from attn_dispatch.store import crash_markers
-from attn_dispatch.store.crash_markers import place_of
+from attn_dispatch.store import files
+from attn_dispatch.store.crash_markers import Trial, place_of
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.fakes import SILICON
 
@@ -24,7 +26,7 @@ folder, silicon = Path(sys.argv[1]), sys.argv[2]
 TRIED = (
     STARTED
     + """
-with crash_marker(folder, silicon, "made_up", "1", "dense 1 x 64", patience_s=3600):
+with crash_marker(folder, silicon, "made_up", "1", "dense 1 x 64"):
     {}
 """
 )
@@ -48,8 +50,17 @@ def path_of(folder: Path) -> Path:
 
 
 def path_of_new(folder: Path, suffix: str) -> Path:
-    suffix = f"-{'0' * 12}{suffix}" if suffix == ".mark" else suffix
-    return place_of(folder, SILICON) / f"{crash_markers.digest(*entry().key)}{suffix}"
+    return place_of(folder, SILICON) / f"{files.digest(*entry().key)}{suffix}"
+
+
+def abandon(folder: Path, at: datetime, where: str = SILICON, **changes: Any) -> Path:
+    """Leave the marker of a process that died in a trial begun at `at`."""
+    values: dict[str, Any] = {"backend": "made_up", "version": "1", "title": "x", **changes}
+    trial = Trial(began=at.timestamp(), **values)
+    path = place_of(folder, where) / f"{secrets.token_hex(8)}.mark"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(files.encode_checked(trial))
+    return path
 
 
 def blamed(quarantined: Quarantine) -> list[str]:

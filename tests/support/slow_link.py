@@ -20,7 +20,13 @@ from attn_dispatch.spec.problem import Problem
 from tests.support.cases import gate
 from tests.support.ring_calls import shards, whole
 from tools.lib.ranks import together
-from tools.lib.ring_overlap import slowed
+
+
+def slowed(bytes_per_s: float) -> str:
+    """The command that limits the rate of the loopback device."""
+    rate = f"rate {int(bytes_per_s * 8)}bit burst 256kb limit 256mb"
+    return f"ip link set lo up && tc qdisc replace dev lo root tbf {rate}"
+
 
 LAYOUT = Layout(deal(512, 2))
 

@@ -11,8 +11,8 @@ import msgspec
 
 from attn_dispatch.store.decision import Decision, Drift, Row
 from attn_dispatch.store.folder import Store
-from tools.lib import planted
-from tools.lib.planted import Name, Planted
+from tests.support import made_up as planted
+from tests.support.made_up import Name, Planted
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 SDPA, MASK, NATIVE, FLEX = (("sdpa", "natural"), ("sdpa_mask", "natural"), ("native", "natural"), ("flex", "natural"))

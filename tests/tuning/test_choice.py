@@ -20,9 +20,9 @@ from attn_dispatch.tuning.choice import Admitted, Entrant, Outcome, choose
 from attn_dispatch.tuning.intervals import Timing, faster_at_last_look, median_interval, ratio_interval
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import Rounds
+from tests.support import retuning
 from tests.support.pairwise import thinned
-from tools.checks import trust_choice
-from tools.checks.trust_choice import CLOSE, FIVE, NOISE, PAIR, Tuner
+from tests.support.retuning import CLOSE, FIVE, NOISE, PAIR, Tuner
 
 ROUNDS = 20
 
@@ -251,12 +251,12 @@ def test_choose_refuses_invalid_arguments() -> None:
         choose([entrant("old", 1.0)], None, calls=0)
 
 
-# Trust: 3 % noise on every sample, candidates 0.5 % apart. `python -m tools.checks.trust_choice` has the full figures.
+# Trust: 3 % noise on every sample, candidates 0.5 % apart.
 
 
 @pytest.mark.full
 def test_picks_of_close_candidates_do_not_flip() -> None:
-    for incumbent, found in trust_choice.stability(Tuner(), CLOSE, 25).items():
+    for incumbent, found in retuning.stability(Tuner(), CLOSE, 25).items():
         assert found["independent_flips"] <= 0.01, incumbent
         assert found["chain_changes"] <= 0.01, incumbent
         assert found["too_slow"] == 0.0, incumbent
@@ -264,12 +264,12 @@ def test_picks_of_close_candidates_do_not_flip() -> None:
 
 @pytest.mark.full
 def test_picks_do_not_flip_where_two_are_apart_by_the_margin() -> None:
-    assert trust_choice.flips(trust_choice.independent(Tuner(), PAIR, "c1", 200)) <= 0.01
+    assert retuning.flips(retuning.independent(Tuner(), PAIR, "c1", 200)) <= 0.01
 
 
 @pytest.mark.full
 def test_picks_in_five_rounds_do_not_flip() -> None:
-    for incumbent, found in trust_choice.stability(Tuner(options=FIVE), CLOSE, 200).items():
+    for incumbent, found in retuning.stability(Tuner(options=FIVE), CLOSE, 200).items():
         assert found["independent_flips"] <= 0.01, incumbent
         assert found["chain_changes"] <= 0.01, incumbent
 
@@ -277,21 +277,21 @@ def test_picks_in_five_rounds_do_not_flip() -> None:
 @thinned("machine", [{"noise": NOISE, "swing": 0.2}, {"noise": NOISE, "tail": 0.05}], 2)
 def test_picks_on_a_disturbed_machine_do_not_flip(machine: dict[str, float]) -> None:
     tuner = Tuner(machine)
-    assert set(trust_choice.independent(tuner, CLOSE, "c4", 30)) == {"c4"}
-    assert set(trust_choice.independent(tuner, {"slow": 1.2, "fast": 1.0}, "slow", 30)) == {"fast"}
+    assert set(retuning.independent(tuner, CLOSE, "c4", 30)) == {"c4"}
+    assert set(retuning.independent(tuner, {"slow": 1.2, "fast": 1.0}, "slow", 30)) == {"fast"}
 
 
 def test_picks_of_the_naive_rule_flip() -> None:
-    assert trust_choice.flips(trust_choice.independent(trust_choice.naive, CLOSE, None, 50)) > 0.3
+    assert retuning.flips(retuning.independent(retuning.naive, CLOSE, None, 50)) > 0.3
 
 
 @pytest.mark.full
 def test_candidate_four_percent_faster_is_found() -> None:
-    found = trust_choice.grey_zone(Tuner(), 30)
+    found = retuning.grey_zone(Tuner(), 30)
     assert min(found["4.0%"], found["5.0%"], found["10.0%"]) >= 0.95
 
 
 def test_picks_of_spread_candidates_lose_little() -> None:
-    found = trust_choice.spreads(Tuner(), 50)
+    found = retuning.spreads(Tuner(), 50)
     assert found["mean_loss"] <= 0.01
     assert found["worst"] <= 0.04

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +19,9 @@ from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.gate import COMPILED_CASES, Gate
 from attn_dispatch.tuning.oracle import CheckResult
-from attn_dispatch.tuning.rounds import Steps, exhausted
+from attn_dispatch.tuning.rounds import exhausted
 from tests.support.planted import Planted
+from tests.support.virtual_clock import VirtualClock
 
 CUDA = torch.device("cuda", 0)
 SHAPE = (1, 24, 2, 8)
@@ -59,21 +59,16 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, str, int | 
     return found
 
 
-def test_examples_of_trials_are_drawn_on_the_device(drawn: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter((1.0, 6.0))
-    monkeypatch.setattr("time.perf_counter", lambda: next(times))
-    found, seconds = exhausted(example.made_timed(ON_CUDA, time.perf_counter))
+def test_examples_of_trials_are_drawn_on_the_device(drawn: list[object]) -> None:
+    found = example.make(ON_CUDA, on_device=True)
     assert drawn == [(torch.Size(SHAPE), "cuda:0", 0)] * 4
-    assert seconds == 5.0
     assert found.q.dtype == torch.bfloat16
     assert found.q.requires_grad
 
 
 def test_a_cpu_draws_what_it_always_drew() -> None:
-    """Within the budget: other machines, and the ranks of a group, draw the same."""
-    found, seconds = exhausted(example.made_timed(ON_CPU, time.perf_counter))
-    assert seconds == 0.0
-    generator = torch.Generator().manual_seed(0)
+    """Other machines, and the ranks of a group, draw the same."""
+    found, generator = example.make(ON_CPU, on_device=True), torch.Generator().manual_seed(0)
     for tensor in (found.q, found.k, found.v, found.grad):
         assert tensor is not None
         assert torch.equal(tensor.detach(), torch.randn(SHAPE, generator=generator).bfloat16())
@@ -86,17 +81,21 @@ def test_others_ask_for_the_same_values_everywhere(monkeypatch: pytest.MonkeyPat
     assert example.make(problem_of(SHAPE, Dense(), torch.bfloat16, CUDA)).q == "cpu"
 
 
-def test_drawing_takes_nothing_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawn(problem: Problem, clock: object) -> Steps[tuple[example.Example, float]]:
-        found = yield from example.made(problem)
-        return found, 100.0
+@pytest.mark.parametrize(("problem", "left_s"), [(ON_CUDA, 1.0), (ON_CPU, -4.0)], ids=["cuda", "cpu"])
+def test_drawing_on_a_device_takes_nothing_from_the_budget(
+    problem: Problem, left_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
 
-    monkeypatch.setattr(tuner, "made_timed", drawn)
-    trial = tuner.Trial(Request.of(ON_CPU), [], [], 1.0, None)
+    def drawn(problem: Problem, on_device: bool) -> example.Example:
+        clock.sleep(5.0)
+        return example.make(ON_CPU)
+
+    monkeypatch.setattr(tuner, "make", drawn)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    trial = tuner.Trial(Request(problem, "a silicon"), [], [], 1.0, None, clock=clock)
     exhausted(trial._measure())
-    remaining = trial._remaining_s()
-    assert remaining is not None
-    assert remaining > 99.0
+    assert trial._remaining_s() == left_s
 
 
 class Compiling(Planted):
@@ -132,9 +131,9 @@ def test_memory_between_the_steps_of_a_trial() -> None:
     gate, _ = gate_and_candidate(Planted())
     assert gate.example is not None
     facts, tensors = gate.example.facts(), (gate.example.q, gate.example.k, gate.example.v)
-    gate.empty()
+    gate.oracle.empty()
     assert [each.untyped_storage().nbytes() for each in tensors] == [0, 0, 0]
-    gate.refill()
+    gate.oracle.restore()
     assert gate.example.facts() == facts
 
 
@@ -157,15 +156,15 @@ def test_bytes_of_an_example(changes: dict[str, Any]) -> None:
     assert example.example_bytes(problem) == sum(each.numel() * each.element_size() for each in tensors)
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_a_declared_first_call_is_waited_for(limits: list[float], waiting: bool) -> None:
+@pytest.mark.parametrize("brief", [False, True])
+def test_a_declared_first_call_is_waited_for(limits: list[float], brief: bool) -> None:
     """On the problem and on the hard cases, ten times as long as declared; on a CPU also where a caller waits."""
     gate, candidate = gate_and_candidate(Compiling())
-    assert isinstance(exhausted(gate.admit(candidate)), Admitted)
+    assert isinstance(gate.admit(candidate), Admitted)
     assert len(limits) == 2
     assert all(limit_s >= 30 + 10 * 4 for limit_s in limits)
     limits.clear()
-    assert exhausted(gate.check_hard_cases(candidate, waiting=waiting)) is None
+    assert exhausted(gate.check_hard_cases(candidate, brief=brief)) is None
     assert [limit_s >= 30 + 10 * 4 for limit_s in limits] == [True] * COMPILED_CASES + [False] * 2
     process_state.forget(process_state.FACTS)
     assert gate.has_passed(candidate)  # as the next process finds it
@@ -191,7 +190,7 @@ def test_a_first_call_on_cuda_is_no_measure(
     monkeypatch.setattr(gate, "_checked_run", lambda candidate, limit_s: ({}, 0, times.pop(0)))
     monkeypatch.setattr(gate, "_tried", lambda candidate, run: run())  # there is no such device
     oracle = SimpleNamespace(check=lambda result: CheckResult(0.0, ()), restored=lambda: False)
-    monkeypatch.setitem(gate.__dict__, "_oracle", oracle)
-    found = exhausted(gate.admit(candidate))
+    monkeypatch.setitem(gate.__dict__, "oracle", oracle)
+    found = gate.admit(candidate)
     assert isinstance(found, Admitted)
     assert (found.first_ms, found.call_ms) == (first_ms, 1.5 if calls == 2 else first_ms)

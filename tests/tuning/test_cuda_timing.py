@@ -250,18 +250,15 @@ def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     fakes.cuda_memory(monkeypatch, free=fakes.GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: fakes.H100)
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: None)
-    monkeypatch.setattr(race, "CudaStopwatch", lambda device: CudaStopwatch(device, stream.clock))
+    monkeypatch.setattr(race, "stopwatch_of", lambda device, stepped: CudaStopwatch(device, stream.clock))
     monkeypatch.setattr(guard, "run_guarded", lambda call, limit_s: call())
     request = Request.of(PROBLEM)
 
-    def run(budget_s: float | None = 1.0, **calls: Callable[[], None]) -> Race:
+    def run(budget_s: float | None = 1.0, **calls: Any) -> Race:
         admitted = Admitted(100.0, 100.0, 0, 0.0)
         runners = {name: (Candidate(Planted(name=name), NATURAL, "1"), admitted) for name in calls}
         found = Race(request, runners, next(iter(calls)), stream.clock)
-        try:
-            found.rounds = exhausted(found._time(calls, budget_s, None))
-        finally:
-            found.pause()
+        exhausted(found.run(lambda each: calls[each.name], budget_s))
         return found
 
     yield run

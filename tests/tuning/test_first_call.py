@@ -86,7 +86,7 @@ class Builder(Backend):
         return out * self.factor, lse
 
 
-@pytest.mark.parametrize(("waiting", "sleep_s", "lines"), [(True, 4.0, 1), (True, 1.0, 0), (False, 4.0, 0)])
+@pytest.mark.parametrize(("waiting", "sleep_s", "lines"), [(True, 4.0, 1), (True, 0.1, 0), (False, 4.0, 0)])
 def test_a_caller_that_waits_for_seconds_is_told_once(
     waiting: bool, sleep_s: float, lines: int, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
@@ -230,11 +230,10 @@ def test_the_race_of_an_open_decision_gets_more_time(
         return run(race, example, remaining_s, disturbed_s)
 
     monkeypatch.setattr(Race, "run", noted)
-    monkeypatch.setattr(tuner, "FIXED_S", 0.0)
-    monkeypatch.setattr(tuner, "CALLS", 0)
+    monkeypatch.setattr(tuner, "WAITING", tuner.WAITING._replace(fixed_s=0.0, calls=0))
     prior = msgspec.structs.replace(measured(None), attempts=attempts)
     assert tuner.run_trial(Request.of(PROBLEM), None, waiting=True, prior=prior) is not None
-    assert given[1] == pytest.approx((1 + attempts) * (tuner.RACE_S + tuner.RACE_CALLS * CALL_S))
+    assert given[1] == pytest.approx((1 + attempts) * (tuner.WAITING.race_s + tuner.WAITING.race_calls * CALL_S))
 
 
 def test_prepare_is_not_in_the_budget(alone: Alone) -> None:
@@ -416,7 +415,7 @@ def explained(report: Row) -> list[str]:
 def test_a_coarse_clock_skips_no_candidate() -> None:
     unseen_call: Any = (None, Admitted(0.0, 0.0, None, 0.0))
     race = Race(Request.of(PROBLEM), {"a": unseen_call, "b": unseen_call}, "a")
-    race._skip_slowest(0.5)
+    race.skip_slowest(0.5)
     assert race.skipped == {}
 
 

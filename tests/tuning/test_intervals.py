@@ -21,7 +21,7 @@ from attn_dispatch.tuning.intervals import (
     surely_faster,
 )
 from tests.support.pairwise import thinned
-from tools.lib.simulated import Machine
+from tests.support.simulated import Machine
 
 DRAWS = 300
 

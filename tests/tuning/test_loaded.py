@@ -12,7 +12,7 @@ from attn_dispatch.machine.load import Load
 from attn_dispatch.tuning.choice import Entrant, choose
 from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, MOST_FAILURES, RETAKES, HostStopwatch
 from attn_dispatch.tuning.intervals import Timing
-from tools.lib.simulated import Machine
+from tests.support.simulated import Machine
 
 COSTS = {"sdpa": 1.3, "native": 1.0, "tiles": 2.4, "manual": 9.0}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,21 +11,16 @@ import pytest
 import torch
 
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.registry import register
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.child import Outcome, reused, run_alone
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.shapes import problem_of
-from attn_dispatch.store import passed
 from attn_dispatch.store.quarantine import Entry, Quarantine
-from attn_dispatch.tuning import gate, guard
+from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Rejected
 from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.rounds import exhausted
 from tests.support.fakes import GIB, H100, cuda_memory, fake_cuda, forget
 from tests.support.planted import Planted
 
@@ -195,135 +189,3 @@ def caps(error: BaseException | None, monkeypatch: pytest.MonkeyPatch) -> list[o
         if error is not None:
             raise error
     return found
-
-
-# --- hard cases in a process of their own -----------------------------------------------------------------------------
-
-
-class Alone:
-    """What `run_alone` was asked and what it tells, and how often the cases ran in this process after all."""
-
-    def __init__(self, outcome: Outcome | OSError) -> None:
-        self.outcome, self.asked, self.ended, self.ran_here = outcome, 0, 0, 0
-
-    def run_alone(
-        self, module: str, function: str, args: tuple[Any, ...], *, start_s: float, limit_s: float
-    ) -> Outcome:
-        self.asked += 1
-        assert getattr(gate, function) is gate.failures_alone
-        assert args[2:] == ("planted", NATURAL, "1")
-        assert limit_s > 30 * 5
-        if isinstance(self.outcome, OSError):
-            raise self.outcome
-        return self.outcome
-
-
-@pytest.fixture
-def checked(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Alone, Rejected | None]]:
-    """The gate's verdict where the process of its own ends so."""
-
-    def check(outcome: Outcome | OSError, free: int = 8 * GIB) -> tuple[Alone, Rejected | None]:
-        cuda_memory(monkeypatch, free=free)
-        alone, here = Alone(outcome), request()
-
-        def tried(self: Gate, candidate: Candidate, run: object) -> list[str]:
-            alone.ran_here += 1
-            return []
-
-        monkeypatch.setattr(gate, "run_alone", alone.run_alone)
-        monkeypatch.setattr(gate, "end_idle", lambda: setattr(alone, "ended", alone.ended + 1))
-        monkeypatch.setattr(gate, "hard_cases", lambda problem: ())
-        monkeypatch.setattr(gate, "case_of", lambda spec: iter(()))
-        monkeypatch.setattr(Gate, "_tried", tried)
-        candidate = Candidate(Planted(), NATURAL, "1")
-        found = exhausted(Gate(here.problem, here.address).check_hard_cases(candidate))
-        if found is None:
-            asked = alone.asked
-            assert exhausted(Gate(here.problem, here.address).check_hard_cases(candidate)) is None
-            assert alone.asked == asked, "passed once"
-        return alone, found
-
-    return check
-
-
-def test_what_passed_alone_has_passed(checked: Callable[..., tuple[Alone, Rejected | None]], device: Device) -> None:
-    alone, found = checked(Outcome(True, [[], None, ""]))
-    assert found is None
-    assert (alone.asked, alone.ran_here, alone.ended) == (1, 0, 0)
-    assert device.asked == []
-
-
-def test_what_is_wrong_alone_is_wrong(checked: Callable[..., tuple[Alone, Rejected | None]]) -> None:
-    alone, found = checked(Outcome(True, [["77 tokens: out is off by 1"], None, ""]))
-    assert found is not None
-    assert (found.status, found.reason, alone.ran_here) == ("incorrect", "77 tokens: out is off by 1", 0)
-    assert [(entry.kind, bool(entry.scope)) for entry in quarantined()] == [("incorrect", True)]
-
-
-@pytest.mark.parametrize(
-    ("outcome", "kind", "text"),
-    [
-        (Outcome(True, code=-signal.SIGSEGV), "died", "ended by signal 11"),
-        (Outcome(True), "hung", "did not return within"),
-        (Outcome(True, [None, "died", "the device was lost: x"]), "died", "the device was lost: x"),
-        (Outcome(True, [None, "hung", "did not return within 30 s"]), "hung", "did not return within 30 s"),
-    ],
-)
-def test_what_ends_that_process_ends_no_other(
-    outcome: Outcome, kind: str, text: str, checked: Callable[..., tuple[Alone, Rejected | None]], device: Device
-) -> None:
-    """The candidate is rejected; the device of this process is as it was."""
-    alone, found = checked(outcome)
-    assert found is not None
-    assert (found.status, found.quarantined) == ("failed", True)
-    assert text in found.reason
-    assert (alone.ran_here, alone.ended, device.asked) == (0, 1, [])
-    assert [(entry.kind, entry.scope) for entry in quarantined()] == [(kind, "")]
-
-
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        Outcome(False),
-        Outcome(False, code=1),
-        Outcome(False, code=-signal.SIGSEGV),
-        Outcome(True, code=1),
-        Outcome(True, code=-signal.SIGKILL),
-        Outcome(True, [None, None, ""]),
-        OSError(12, "no memory"),
-    ],
-    ids=str,
-)
-def test_what_is_not_known_is_run_here(
-    outcome: Outcome | OSError, checked: Callable[..., tuple[Alone, Rejected | None]]
-) -> None:
-    """No process could be started, another program killed it, or it said no more than this one will."""
-    alone, found = checked(outcome)
-    assert found is None
-    assert (alone.asked, alone.ran_here) == (1, 1)
-    assert quarantined() == []
-
-
-def test_another_process_needs_memory_and_the_backend(
-    checked: Callable[..., tuple[Alone, Rejected | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    never = Outcome(False)
-    assert checked(never, free=GIB)[0].asked == 0
-    gate._passed.clear()
-    passed._known.clear()
-    monkeypatch.setattr(passed, "has_passed", lambda *given: False)
-    register(Planted())
-    assert checked(never)[0].asked == 0
-
-
-@pytest.mark.full
-def test_a_real_process_runs_the_cases() -> None:
-    """On a CPU, since there they run as well."""
-    problem = problem_of((1, 64, 2, 16), Dense(is_causal=True), torch.float32, torch.device("cpu"))
-    here = Request.of(problem)
-    version = registry.version_of(registry.load("sdpa"))
-    with reused():
-        for asked, expected in ((version, [[], None, ""]), ("another", [None, None, ""])):
-            args = problem, here.address, "sdpa", NATURAL, asked
-            found = run_alone(gate.__name__, "failures_alone", args, start_s=120.0, limit_s=120.0)
-            assert found.value == expected

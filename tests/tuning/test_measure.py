@@ -13,7 +13,7 @@ from attn_dispatch.machine.load import NO_LOAD
 from attn_dispatch.tuning import intervals
 from attn_dispatch.tuning.clocks import ONE_TIME_MS
 from attn_dispatch.tuning.rounds import Rounds, sampled_in_rounds, time_in_rounds
-from tools.lib.simulated import Machine
+from tests.support.simulated import Machine
 
 
 class Doubling:

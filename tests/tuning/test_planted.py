@@ -77,13 +77,11 @@ def gate_of(problem: Problem) -> Gate:
     return Gate(problem, Request.of(problem).address, make(problem))
 
 
-@pytest.mark.parametrize("stepped", [False, True], ids=["waiting", "in steps"])
 @pytest.mark.parametrize(("problem", "flaw", "named"), LATER.values(), ids=LATER)
 def test_what_is_wrong_in_some_calls_is_found_and_named(
-    problem: Problem, flaw: Callable[..., Result], named: str, stepped: bool
+    problem: Problem, flaw: Callable[..., Result], named: str
 ) -> None:
-    checked = replace(gate_of(problem), stepped=stepped)
-    found = exhausted(checked.check_hard_cases(Candidate(Planted(flaw), NATURAL, "1")))
+    found = exhausted(gate_of(problem).check_hard_cases(Candidate(Planted(flaw), NATURAL, "1")))
     assert found is not None
     assert named in found.reason
 
@@ -105,7 +103,7 @@ def raced(problem: Problem, flaw: Callable[..., Result]) -> Exception | None:
     candidate = Candidate(Planted(flaw), NATURAL, "1")
     runners = {candidate.title: (candidate, Admitted(1.0, 1.0, 0, 0.0))}
     found = Race(Request.of(problem), runners, candidate.title, differences=gate_of(problem).differences)
-    exhausted(found.run(make(problem), None))
+    exhausted(found.run(lambda each: make(problem).call(*each.backend_and_order), None))
     return found.rounds.failures.get(candidate.title)
 
 

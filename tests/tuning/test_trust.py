@@ -113,9 +113,9 @@ print(backend.calls, row.status, row.reason)
 
 
 @thinned("fault", ["aborts", "killed"], 2)
-def test_a_crash_quarantines_the_backend_in_the_next_process(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_deaths_quarantine_the_backend(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "100")
-    for _ in range(1 if fault == "aborts" else 2):  # a death that leaves no note excludes nothing at first
+    for _ in range(2):
         assert processes.run(DYING.format(fault=fault)).returncode < 0
     second = processes.run(DYING.format(fault=fault))
     assert second.returncode == 0, second.stderr

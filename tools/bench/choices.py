@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attn_dispatch.kernels.registry import LAST_RESORT
@@ -20,12 +20,12 @@ from attn_dispatch.spec.orders import NATURAL
 from tools.lib import choices
 from tools.lib.common import parser, write
 from tools.lib.models import planned
+from tools.lib.tables import Table
 
 TAKES = "20 min"
 JUDGES, SECONDS = 2, 2.5  #: processes: times may differ by a tenth from one to the next; of rounds for a problem
 QUICK_SECONDS, QUICK_EVERY = 0.5, 9
 NEAR = (1.05, 1.2)  #: ratios to the fastest within which choices are counted
-WRONG = 1.25  #: ratio from which the times that a choice was made by are written too
 IDLE, LOADED = "idle", "loaded"
 
 Times = Mapping[str, float]  #: median milliseconds by candidate, BACKEND@ORDER
@@ -115,56 +115,82 @@ def runs_of(which: Sequence[int], wait_s: float) -> dict[str, list[dict[str, Any
     return found
 
 
+def tables(found: Any) -> Iterator[Table]:
+    problems, near = found["problems"], list(found["runs"][IDLE]["within"])
+    within = tuple(f"within {each}" for each in near)
+    idle, best = found["runs"][IDLE], found["single_best"]
+    alone = found["backends"][best]["with_last_resort"]
+    worst = problems[max(range(len(idle["ratios"])), key=idle["ratios"].__getitem__)]
+    rows: list[tuple[str, ...]] = []
+    for name, one in found["runs"].items():
+        provisional = sum(each["choices"][name]["provisional"] for each in problems)
+        rows.append((name, *_cells(one), *_counts(one), f"{provisional} of {one['problems']}"))
+    yield Table(
+        ("tuned", "geometric mean", "worst", *within, "provisional"),
+        rows,
+        f"First calls choose a backend within {float(near[0]) - 1:.0%} of the fastest for {_counts(idle)[0]} "
+        f"problems; always `{best}` is so for {_counts(alone)[0]}. The worst choice is {idle['worst']:.2f} times "
+        f"the fastest ({worst['model']}), that of always `{best}` {alone['worst']:.2f} times.\n\n{len(problems)} "
+        f"problems with the shapes of published models, tuned by first calls: idle, beside {found['loops']} busy "
+        "loops, and in a next, idle process after that. Then all candidates are checked against float64 and "
+        "timed in processes that knew no choice. Ratios are to the fastest there. `flex`, compiled for seconds, "
+        f"is left out of {sum(bool(each['left_out']) for each in problems)} problems.",
+    )
+    by_mean = sorted(found["backends"].items(), key=lambda each: each[1]["with_last_resort"]["geometric_mean"])
+    rows = [
+        (f"`{name}`", f"{one['does_not_run']}", *_cells(one["runs"]), *_cells(whole), *_counts(whole))
+        for name, one in by_mean
+        if (whole := one["with_last_resort"])
+    ]
+    head = ("backend", "does not run", "geometric mean", "worst", "of all problems", "worst of all")
+    yield Table((*head, *within), rows, f"Always one backend, in natural order; `{LAST_RESORT}` runs what it does not.")
+
+
+def _cells(one: Any) -> tuple[str, str]:
+    return f"{one['geometric_mean']:.2f}", f"{one['worst']:.2f}"
+
+
+def _counts(one: Any) -> list[str]:
+    return [f"{count} of {one['problems']}" for count in one["within"].values()]
+
+
 def main() -> None:
     arguments = parser(__doc__, "choices.json")
     arguments.add_argument("--quick", action="store_true", help=f"one problem in {QUICK_EVERY}, judged in one process")
-    arguments.add_argument("--every", type=int, metavar="N", help="one problem in N")
-    arguments.add_argument("--compiled", action="store_true", help="time what is compiled for each problem too (flex)")
     given = arguments.parse_args()
     every = planned()
-    which = list(range(0, len(every), given.every or (QUICK_EVERY if given.quick else 1)))
+    which = list(range(0, len(every), QUICK_EVERY if given.quick else 1))
     wait_s = 0.0 if given.quick else 60.0
     runs = runs_of(which, wait_s)
-    print("tuned", flush=True)
     names = {
         number: {"@".join(found[index]["choice"]) for found in runs.values()} for index, number in enumerate(which)
     }
     judges = []
     for _ in range(1 if given.quick else JUDGES):
         choices.wait_until_calm(wait_s)
-        judges.append(choices.judged(names, QUICK_SECONDS if given.quick else SECONDS, given.compiled))
+        judges.append(choices.judged(names, QUICK_SECONDS if given.quick else SECONDS))
     problems = [
         {
             "model": every[number].model,
             "title": judges[0][str(number)]["title"],
-            "choices": {
-                run: _choice(found[index], [judge[str(number)]["times"] for judge in judges])
-                for run, found in runs.items()
-            },
+            "choices": {run: _choice(found[index]) for run, found in runs.items()},
             **{name: judges[0][str(number)][name] for name in ("refused", "left_out", "wrong")},
             "disturbed": [judge[str(number)]["disturbed"] for judge in judges],
             "judges": [judge[str(number)]["times"] for judge in judges],
         }
         for index, number in enumerate(which)
     ]
-    found = figures(problems)
-    for name, each in found["runs"].items():
-        near = ", ".join(f"{count} within {ratio}" for ratio, count in each["within"].items())
-        print(f"{name:18} {each['geometric_mean']:.3f}, worst {each['worst']:.2f}; of {each['problems']}: {near}")
-    for name, each in found["backends"].items():
-        print(f"{name:18} {each['with_last_resort']['geometric_mean']:.3f}, does not run {each['does_not_run']}")
-    write(given.output, {"quick": given.quick, "loops": choices.cores(), **found, "problems": problems})
+    found = {"quick": given.quick, "loops": choices.cores(), **figures(problems), "problems": problems}
+    write(given.output, found, tables)
 
 
 def _medians(judges: Sequence[Mapping[str, Any]]) -> list[Times]:
     return [{name: one["median_ms"] for name, one in judge.items()} for judge in judges]
 
 
-def _choice(found: Mapping[str, Any], judges: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _choice(found: Mapping[str, Any]) -> dict[str, Any]:
     backend, order = found["choice"]
-    choice = {"backend": backend, "order": order, "source": found["source"], "provisional": bool(found["provisional"])}
-    wrong = over_fastest(_medians(judges), chosen(choice)) > WRONG
-    return {**choice, **({"load": found["load"], "rows": found["rows"]} if wrong else {})}
+    return {"backend": backend, "order": order, "source": found["source"], "provisional": bool(found["provisional"])}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,8 +23,10 @@ from attn_dispatch import Dense, Problem, attend, register
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.spec.problem import Call
 from attn_dispatch.tuning.intervals import median_interval
 from tools.lib.common import parser, write
+from tools.lib.tables import Table
 
 CALLS, ROUNDS = 200, 201
 PROCESSES, QUICK_PROCESSES = 15, 6
@@ -63,7 +65,8 @@ def overhead(
     q, k, v = (torch.randn(shape) for _ in range(3))
     problem = Problem.of(q, k, v, **arguments)
     there = {"attend": attend, "run": registry.load(name).run, "q": q, "k": k, "v": v, "name": name, **arguments}
-    there |= {"problem": problem, "sdpa": torch.nn.functional.scaled_dot_product_attention, "operator": operators.call}
+    there |= {"problem": problem, "sdpa": torch.nn.functional.scaled_dot_product_attention}
+    there |= {"operator": operators.attend_by_operator, "Call": Call}
     with_attend = timeit.Timer(call, globals=there)
     direct_call = timeit.Timer(direct, globals=there)
     added, alone = [], []
@@ -145,6 +148,30 @@ def import_ms(statement: str, rounds: int) -> Callable[[], float]:
     return run
 
 
+def tables(found: Any) -> Iterator[Table]:
+    sdpa, hits = "F.scaled_dot_product_attention", list[tuple[str, Any]]()
+    for name, each in found["one_token"].items():
+        hits.append((f"by `{name}`, one token; {sdpa} with transposes", each["tokens first"]))
+        hits.append((f'by `{name}`, layout="bhnd"; {sdpa} alone', each["heads first"]))
+    hits += [
+        ("the operator of graphs, one token; `attend()`", found["one_token_operator"]),
+        ("a backend that does nothing, dense; its own call", found["dense_nothing"]),
+        ("the same, dilated by the shorthands; its own call", found["dilated_nothing"]),
+    ]
+    rows = [
+        (about, f"{hit['direct_us'] + hit['added_us']:.1f} us; {hit['direct_us']:.1f} us", f"{hit['added_us']:+.1f} us")
+        for about, hit in hits
+    ]
+    warm, imported = found["warm_first_ms"], found["import_attend_after_torch_ms"]
+    yield Table(
+        ("`attend()` with a decision; beside", "a call", "added"),
+        rows,
+        f"A process's first call, its decision on disk, takes {warm['added_ms']:.1f} ms ({warm['low_ms']:.1f} to "
+        f"{warm['high_ms']:.1f}) more than the first direct call, {warm['direct_ms']:.1f} ms. "
+        f"`from attn_dispatch import attend`, after torch, takes {imported:.0f} ms.",
+    )
+
+
 def main() -> None:
     options = parser(__doc__, "dispatch.json")
     options.add_argument("--quick", action="store_true", help="fewer processes")
@@ -168,16 +195,14 @@ def main() -> None:
             for name in ("native", "sdpa")
         },
         "one_token_operator": overhead(
-            "sdpa", "operator(q, k, v, pattern, backend=name)", dense, ONE_TOKEN, pattern=Dense()
+            "sdpa", "operator(Call(q, k, v, pattern, backend=name))", dense, ONE_TOKEN, pattern=Dense()
         ),
         "dense_nothing": overhead("nothing", dense, pattern=Dense()),
         "dilated_nothing": overhead("nothing", dilated, **branches),
         "warm_first_ms": warm_first(processes),
-        "import_after_torch_ms": import_ms("import attn_dispatch", processes)(),
         "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend", processes)(),
     }
-    print(figures)
-    write(arguments.output, figures)
+    write(arguments.output, figures, tables)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,15 @@
 """Models from their input to their loss: a decoder over bytes, dense and with patterns, and a model of an image.
 
-    python -m tools.bench.end_to_end [training generation curves image transformers]
+    python -m tools.bench.end_to_end [training generation image]
 
 Models have 4 layers of 256 features and 4 heads, float32, batch 1. They differ in the function of q, k and v alone, and
 start from the same weights. A step is forward, backward and AdamW; steps of all models are timed in turns, after one
 that is not timed, in which `attend` measures. Peak memory is the rise of the process's own during a step.
-The last part is a Llama of Hugging Face transformers with the attention implementations that it has on a CPU.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +26,7 @@ from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.lib.common import parser, ratio, timing, write
+from tools.lib.tables import Table, interval, ms
 
 TAKES = "8 min"
 
@@ -42,17 +40,8 @@ PATTERNS: dict[str, Pattern] = {
 ROUNDS = {16_384: 3, 32_768: 2, 65_536: 2}  #: of training steps, by tokens
 LONGEST_DENSE = 16_384  #: tokens: a training step of dense attention over more takes minutes
 PROMPT, NEW = 16_384, 32
-CURVE_TOKENS, CURVE_STEPS, EVERY = 2048, 80, 10
-#: As PATTERNS, for a sequence an eighth as long.
-SHORT: dict[str, Pattern] = {
-    "dense": Dense(is_causal=True),
-    "window": Window(128, 0),
-    "dilated": Dilated((256, 512, 1024, 2048), (1, 2, 4, 8), is_causal=True),
-}
 SIDES, NEAR, MOST_MASKED = (64, 128), 13, 4096  #: of an image; a neighbourhood's; tokens up to which a mask is built
 IMAGE_ROUNDS = 5
-IMPLEMENTATIONS = {"sdpa": (2048, 8192), "eager": (2048,), "attn_dispatch": (2048, 8192)}  #: and their tokens
-LLAMA_ROUNDS, LLAMA_NEW = 5, 16
 TEXT = Path(__file__).parents[2] / "docs"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -226,20 +215,6 @@ def generation() -> Iterator[dict[str, Any]]:
         yield {"model": name, "read_ms": model.read_ms, "token": timing(one), "gain": ratio(found[PYTORCH], one)}
 
 
-def curves() -> Iterator[dict[str, Any]]:
-    for name, train in trainings(attentions(SHORT), CURVE_TOKENS).items():
-        with torch.enable_grad():
-            losses = [train() for _ in range(CURVE_STEPS)]
-        means = [statistics.mean(losses[n : n + EVERY]) for n in range(0, CURVE_STEPS, EVERY)]
-        yield {
-            "model": name,
-            "pattern": str(SHORT.get(name, PYTORCH)),
-            "tokens": CURVE_TOKENS,
-            "every": EVERY,
-            "loss": means,
-        }
-
-
 def painter(attention: Attention) -> Model:
     torch.manual_seed(0)
     return Model(attention, nn.Linear(3, WIDTH), 3)
@@ -284,67 +259,77 @@ def image() -> Iterator[dict[str, Any]]:
         yield {"side": side, "pattern": str(pattern), "loss_of_first_weights": losses, "models": found}
 
 
-def llama(implementation: str) -> Any:
-    """A Llama of transformers as large as the decoder above, with half as many heads of keys; random weights."""
-    library = importlib.import_module("transformers")
-    importlib.import_module("attn_dispatch.integrations.transformers")
-    torch.manual_seed(0)
-    config = library.LlamaConfig(
-        vocab_size=BYTES, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, max_position_embeddings=PROMPT,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = library.LlamaForCausalLM(config)
-    model.set_attn_implementation(implementation)
-    return model
+PARTS = {"training": training, "generation": generation, "image": image}
 
 
-def llama_loss(model: Any, given: Tensor) -> Tensor:
-    loss: Tensor = model(given, labels=given, use_cache=False).loss
-    return loss
+def tables(found: Any) -> Iterator[Table]:
+    rows: list[tuple[str, ...]] = []
+    for each in found.get("training", ()):
+        base = next(iter(each["models"]))
+        for name, one in each["models"].items():
+            gain = gain_of(one["gain"], name == base) if base == PYTORCH else "-"
+            rows.append((f"{each['tokens']:,}", titled(name), each["choices"].get(name, "-"), *step(one, gain)))
+    patterns = "; ".join(f"{name}: `{pattern}`" for name, pattern in PATTERNS.items())
+    yield Table(
+        ("tokens", "attention", "backend", "a step", "peak memory", f"`{PYTORCH}` / this"),
+        rows,
+        f"Decoders of {found['layers']} layers, {found['width']} features and {found['heads']} heads, float32, "
+        "batch 1, differ in their attention alone. Calls are timed in turns, after `attend` has measured; "
+        f"ratios have their range or 95 % interval. Only `attend`, dense computes what `{PYTORCH}` does; "
+        f"`window` and `dilated` compute less. {patterns}. Peak memory: the process's rise during a step.",
+        "A training step",
+    )
+    rows = [
+        (titled(one["model"]), seconds(one["read_ms"]), ms(one["token"], 1), gain)
+        for one in found.get("generation", ())
+        if (gain := gain_of(one["gain"], one["model"] == PYTORCH))
+    ]
+    head = ("attention", f"reading {found['prompt']:,} tokens", "each new token", f"`{PYTORCH}` / this")
+    yield Table(head, rows, title="Generation with held keys and values")
+    rows = [
+        (f"{each['side']} x {each['side']}", IMAGES[name], *step(one, interval(one["gain"])))
+        for each in found.get("image", ())
+        for name, one in each["models"].items()
+    ]
+    yield Table(
+        ("pixels", "attention", "a step", "peak memory", "row by row / this"),
+        rows,
+        f"Each pixel sees {NEAR} x {NEAR} others. Along the curve, the image is reordered once, before the first "
+        "layer. With the same weights, all give the same loss.",
+        "An image",
+    )
 
 
-def generated(model: Any, prompt: Tensor) -> Tensor:
-    found: Tensor = model.generate(prompt, max_new_tokens=LLAMA_NEW, do_sample=False)
-    return found[:, prompt.shape[1] :]
+IMAGES = {PYTORCH: "`F.sdpa` with a mask", "natural": "`attend`, row by row", "hilbert": "`attend`, along the curve"}
 
 
-def transformers() -> Iterator[dict[str, Any]]:
-    """A training step, and a prompt with new tokens after it; every implementation finds the same loss."""
-    for tokens in sorted({each for every in IMPLEMENTATIONS.values() for each in every}):
-        names = [name for name, every in IMPLEMENTATIONS.items() if tokens in every]
-        given = drawn(tokens - 1, torch.Generator().manual_seed(4))
-        found = {name: llama(name) for name in names}
-        losses = {name: float(llama_loss(model, given)) for name, model in found.items()}
-        if any(abs(each - losses[names[0]]) > 1e-4 * losses[names[0]] for each in losses.values()):
-            raise RuntimeError(f"models with the same weights differ in their loss: {losses}")
-        with torch.enable_grad():
-            steps = {name: Training(model, partial(llama_loss, given=given)) for name, model in found.items()}
-            trained = timed(steps, LLAMA_ROUNDS, names[0])
-        readers = {name: partial(generated, model.eval(), given) for name, model in found.items()}
-        yield {
-            "tokens": tokens, "loss_of_first_weights": losses, "training": trained,
-            "generation": timed(readers, LLAMA_ROUNDS, names[0]),
-        }  # fmt: skip
+def titled(name: str) -> str:
+    return f"`{PYTORCH}`" if name == PYTORCH else f"`attend`, {name}"
 
 
-PARTS = {"training": training, "generation": generation, "curves": curves, "image": image, "transformers": transformers}
+def gain_of(one: Any, is_base: bool) -> str:
+    return "1" if is_base else interval(one)
+
+
+def seconds(milliseconds: float) -> str:
+    return f"{milliseconds / 1e3:,.2f} s"
+
+
+def step(one: Any, gain: str) -> tuple[str, str, str]:
+    peak = one["peak_bytes"]
+    return seconds(one["median_ms"]), "-" if peak is None else f"{peak / 2**20:,.0f} MiB", gain
 
 
 def main() -> None:
     options = parser(__doc__, "end_to_end.json")
     options.add_argument("parts", nargs="*", default=list(PARTS), help=f"some of {', '.join(PARTS)}")
     given = options.parse_args()
-    found: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "prompt": PROMPT, "new": LLAMA_NEW}
+    found: dict[str, Any] = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "prompt": PROMPT}
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTN_DISPATCH_CACHE_DIR"] = folder
-        for name in given.parts:
-            found[name] = []
-            for row in PARTS[name]():
-                found[name].append(row)
-                print(name, row, flush=True)
-    write(given.output, found, whole=set(given.parts) == set(PARTS))
+        found |= {name: list(PARTS[name]()) for name in given.parts}
+    write(given.output, found, tables, whole=set(given.parts) == set(PARTS))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTN_DISPATCH_CACHE_DIR"] = folder
         (explanation,) = profile([problem], progress=False)
-    print(explanation)
-    write(arguments.output, explanation.to_dict())
+    lines = str(explanation).splitlines()
+    print(*lines, sep="\n")
+    write(arguments.output, {"lines": lines})
 
 
 if __name__ == "__main__":

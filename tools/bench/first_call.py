@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from attn_dispatch.kernels import registry
 from tools.lib import choices
 from tools.lib.common import parser, write
 from tools.lib.models import planned
+from tools.lib.tables import Table
 
 EVERY = 3  #: problems: one of them is timed
 OWN_CALLS = 20  #: calls of the problem itself that its trial may take
@@ -35,7 +37,6 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         "first_s": first,
         "median_s": statistics.median(later),
         "largest_s": max(later),
-        "sources": {source: sum(each["source"] == source for each in found) for source in {e["source"] for e in found}},
         "provisional": sum(bool(each["provisional"]) for each in found),
         "problems": [
             {name: each[name] for name in ("title", "first", "later", "choice", "provisional")} for each in found
@@ -43,22 +44,34 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def tables(found: Any) -> Iterator[Table]:
+    rows = []
+    for name, one in found["processes"].items():
+        seconds = (f"{one[key]:.2f} s" for key in ("first_s", "median_s", "largest_s"))
+        rows.append((name, *seconds, f"{one['provisional']} of {len(one['problems'])}"))
+    missed = ", missed here" * (found["processes"]["empty cache"]["median_s"] > found["later_s"])
+    yield Table(
+        ("process", "first problem", "later ones, median", "largest", "provisional"),
+        rows,
+        f"CPU seconds of a problem's first call, less those of {found['own_calls']} later calls of it. The "
+        f"design asks for at most {found['first_s']:g} s for a process's first problem and {found['later_s']:g} "
+        f"s for later ones (median){missed}.",
+    )
+
+
 def main() -> None:
     given = parser(__doc__, "first_call.json").parse_args()
-    prepare = getattr(registry.load("native"), "prepare", None)
-    if prepare is not None and not registry.load("native").refusals(planned()[0].problem()):
-        prepare()
+    native: Any = registry.load("native")
+    if not native.refusals(planned()[0].problem()):
+        native.prepare()
     which = list(range(0, len(planned()), EVERY))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in PROCESSES:
             choices.wait_until_calm()
-            found = figures[name] = summary(choices.tuned(folder, which))
-            print(
-                f"{name:15} first {found['first_s']:.2f} s, later {found['median_s']:.2f} s (median), "
-                f"{found['largest_s']:.2f} s at most, {found['provisional']} provisional"
-            )
-    write(given.output, {"own_calls": OWN_CALLS, "later_s": LATER_S, "first_s": FIRST_S, "processes": figures})
+            figures[name] = summary(choices.tuned(folder, which))
+    found = {"own_calls": OWN_CALLS, "later_s": LATER_S, "first_s": FIRST_S, "processes": figures}
+    write(given.output, found, tables)
 
 
 if __name__ == "__main__":

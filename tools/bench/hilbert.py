@@ -1,15 +1,15 @@
 """Speed-ups of Hilbert order: neighbourhoods in both orders, forward and backward, and other implementations.
 
-    python -m tools.bench.hilbert [plane volume training sequence permutation tiles]
+    python -m tools.bench.hilbert [plane volume training]
 
-float32, 4 heads of 64. Everything in one entry is timed in turns, in one run. FLOPs of `own tiles` are those of the
-tiles or lanes that a backend works out, needed or not; the dense rate is PyTorch's own, on a sequence of its liking.
+float32, 4 heads of 64. Everything in one entry is timed in turns, in one run. The dense rate is PyTorch's own, on a
+sequence of its liking.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import Neighborhood, Problem
 from attn_dispatch.kernels import registry
-from attn_dispatch.spec.orders import HILBERT, NATURAL, permutation, places
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
+from attn_dispatch.spec.orders import HILBERT, NATURAL
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.intervals import Timing
 from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.bench.longnet import trained
 from tools.lib.common import parser, ratio, timing, write
+from tools.lib.tables import Table, direction, ms
 
 HEADS, HEAD_DIM = 4, 64
 DENSE_TOKENS = 2048
 HOPELESS = 6.0  #: times the fastest: beyond it, a candidate is timed only once after warm-up
 RIVALS_UP_TO = 16_384  #: tokens; past it a mask of every pair would not fit, and compiling takes as long as all else
 SIDES = (32, 64, 128, 256)
-TILES = (32, 64, 128)
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -85,7 +85,7 @@ def neighbourhood(
     work = (14 if needs_grad else 4) * HEADS * HEAD_DIM
     dense_rate = work * DENSE_TOKENS**2 / found["dense"].median_ms
     needed = work * pairs(pattern)
-    entry: dict[str, Any] = {
+    return {
         "pattern": str(pattern),
         "tokens": tokens,
         "backward": needs_grad,
@@ -93,20 +93,7 @@ def neighbourhood(
         "dense_gflops": dense_rate / 1e6,
         "useful_share_of_dense": {name: needed / one.median_ms / dense_rate for name, one in found.items()},
         "gain": {name: gain(found, name) for name in ("tiles", "native", "flex") if f"{name} {HILBERT}" in found},
-        "own_tiles_share_of_dense": {},
-        "against_flex": against(found, "flex"),
-        "against_mask": against(found, "sdpa_mask"),
     }
-    q = torch.empty(1, tokens, HEADS, HEAD_DIM, device="meta", requires_grad=needs_grad)
-    problem = Problem.of(q, q, q, pattern, device="cpu")
-    for name in OURS:
-        for order in BOTH:
-            visited = own_pairs(name, problem, order)
-            if f"{name} {order}" in found:
-                share = work * visited / found[f"{name} {order}"].median_ms / dense_rate
-                entry["own_tiles_share_of_dense"][f"{name} {order}"] = share
-    print(entry)
-    return entry
 
 
 def pairs(pattern: Neighborhood) -> int:
@@ -116,20 +103,6 @@ def pairs(pattern: Neighborhood) -> int:
         for axis, size in enumerate(pattern.grid)
     ]
     return math.prod(by_axis)
-
-
-def own_pairs(name: str, problem: Problem, order: str) -> int:
-    """Query-key pairs per head that a backend computes."""
-    if name == "native":
-        from attn_dispatch.kernels.native.steps import native_tables
-
-        runs = native_tables(problem, order).runs
-        return int((runs[:, 2] * (runs[:, 4] - runs[:, 3])).sum())
-    from attn_dispatch.backends import tiles
-    from attn_dispatch.kernels.tiles.tables import tables_of
-
-    tables = tables_of(problem, order, tiles.tile_size(problem, order))
-    return sum(len(each.keys) * each.tile**2 * len(each.heads) for each in tables) // problem.heads
 
 
 def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
@@ -144,106 +117,11 @@ def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
 
 def release() -> None:
     for name in (*OURS, *RIVALS):
-        let_go = getattr(registry.load(name), "release", None)
-        if let_go is not None:
-            let_go()
+        getattr(registry.load(name), "release", lambda: None)()
 
 
 def gain(found: dict[str, Timing], name: str) -> dict[str, float]:
     return ratio(found[f"{name} {NATURAL}"], found[f"{name} {HILBERT}"])
-
-
-def against(found: dict[str, Timing], rival: str) -> dict[str, float]:
-    """The time of a rival in its best order over that of our best."""
-    theirs = [one.median_ms for name, one in found.items() if name.startswith(rival)]
-    ours = {name: one.median_ms for name, one in found.items() if name.split()[0] in OURS}
-    if not theirs:
-        return {}
-    return {name: min(theirs) / median for name, median in ours.items()}
-
-
-def tile_sizes(side: int, rounds: int) -> dict[str, Any]:
-    """The tiles backend with several tile sizes."""
-    pattern, tokens = Neighborhood((side, side), (13,)), side * side
-    q, k, v = inputs(tokens, False)
-    problem = Problem.of(q, k, v, pattern)
-    backend: Any = registry.load("tiles")
-    calls: Calls = {
-        f"{order} {tile}": partial(backend.run, q, k, v, problem, order=order, tile=tile)
-        for order in BOTH
-        for tile in TILES
-    }
-    found = turns(calls, rounds)
-    best = {order: min(found[f"{order} {tile}"].median_ms for tile in TILES) for order in BOTH}
-    entry = {
-        "pattern": str(pattern),
-        "tokens": tokens,
-        "times": {name: timing(one) for name, one in found.items()},
-        "gain_by_tile": {str(t): ratio(found[f"{NATURAL} {t}"], found[f"{HILBERT} {t}"]) for t in TILES},
-        "gain_best": best[NATURAL] / best[HILBERT],
-    }
-    print(entry)
-    return entry
-
-
-def permuting(side: int, rounds: int) -> dict[str, Any]:
-    """The time of permuting q, k and v, and out back; our backends do not copy."""
-    pattern, tokens = Neighborhood((side, side), (13,)), side * side
-    q, k, v = inputs(tokens, False)
-    problem = Problem.of(q, k, v, pattern)
-    moved = permutation(HILBERT, pattern, tokens)
-    assert moved is not None
-    back = places(moved)
-
-    def copies() -> None:
-        for x, index in ((q, moved), (k, moved), (v, moved), (q, back)):
-            x.index_select(1, index)
-
-    calls: Calls = {
-        f"{name} {HILBERT}": partial(out_of, registry.load(name), q, k, v, problem, order=HILBERT) for name in OURS
-    }
-    calls["copies"] = copies
-    found = turns(calls, rounds)
-    entry = {
-        "tokens": tokens,
-        "times": {name: timing(one) for name, one in found.items()},
-        "share_of_native": found["copies"].median_ms / found["native hilbert"].median_ms,
-        "share_of_tiles": found["copies"].median_ms / found["tiles hilbert"].median_ms,
-    }
-    print(entry)
-    return entry
-
-
-#: Sequences without a grid, folded into a square for Hilbert order; by tokens.
-SEQUENCES: dict[str, Callable[[int], Pattern]] = {
-    "dense": lambda n: Dense(),
-    "single segment": lambda n: Dilated((2048,), (1,)),
-    "multi-segment": lambda n: Dilated((2048, 4096, 8192), (1, 1, 1)),
-    "dilation 2": lambda n: Dilated((2048,), (2,)),
-    "multi-dilation": lambda n: Dilated((2048, 4096, 8192), (1, 2, 4)),
-}
-
-
-def sequence(kind: str, tokens: int, rounds: int, needs_grad: bool = False) -> dict[str, Any]:
-    """One dimension: the tiles backend in both orders, and the fastest backend."""
-    pattern = SEQUENCES[kind](tokens)
-    names = {"tiles": BOTH, "native": (NATURAL,), "sdpa": (NATURAL,)}
-    found = turns(calls_of(pattern, tokens, needs_grad, names), rounds)
-    release()
-    del found["dense"]
-    best = min(found, key=lambda name: found[name].median_ms)
-    entry = {
-        "kind": kind,
-        "pattern": str(pattern),
-        "tokens": tokens,
-        "backward": needs_grad,
-        "times": {name: timing(one) for name, one in found.items()},
-        "gain": gain(found, "tiles"),
-        "best": best,
-        "tokens_per_second": tokens / found[best].median_ms * 1e3,
-    }
-    print(entry)
-    return entry
 
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -253,19 +131,38 @@ PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
         *(neighbourhood((side, side), 13, 3, needs_grad=True) for side in SIDES[1:]),
         neighbourhood((32, 32, 32), 7, 3, needs_grad=True),
     ],
-    "tiles": lambda: [tile_sizes(side, 3) for side in SIDES[1:]],
-    "permutation": lambda: [permuting(256, 5)],
-    "sequence": lambda: [
-        *(sequence(kind, tokens, 3) for kind in SEQUENCES for tokens in (8192, 16384)),
-        *(sequence(kind, 32768, 3) for kind in ("dilation 2", "multi-dilation")),
-        *(sequence("multi-dilation", tokens, 3, needs_grad=True) for tokens in (8192, 16384)),
-    ],
 }
 #: Without flex, whose compilation takes longer than all else.
 QUICK_PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "plane": lambda: [neighbourhood((side, side), 13, 7, rivals={}) for side in SIDES[1:3]],
     "volume": lambda: [neighbourhood((16,) * 3, 7, 7, rivals={})],
 }
+
+
+def tables(found: Any) -> Iterator[Table]:
+    rows = []
+    for one in (*found.get("plane", ()), *found.get("volume", ()), *found.get("training", ())):
+        times, share = one["times"], one["useful_share_of_dense"].get(f"native {HILBERT}")
+        cells = (both(times, name, one["gain"].get(name)) for name in ("tiles", "native", "flex"))
+        mask = ms(times[f"sdpa_mask {NATURAL}"]) if f"sdpa_mask {NATURAL}" in times else "-"
+        what = f"{one['pattern'].removeprefix('Neighborhood')}, {direction(one)}"
+        rows.append((what, *cells, mask, "-" if share is None else f"{share:.2f}"))
+    yield Table(
+        ("neighbourhood", "`tiles`", "`native`", "`flex`", "`sdpa_mask`", "`native` / dense"),
+        rows,
+        "Milliseconds in natural / in Hilbert order, and the gain: the median of paired ratios, with its 95 % "
+        f"interval. float32, {found['heads']} heads of {found['head_dim']}. The last column: useful operations "
+        "per second of `native` in Hilbert order, over those of dense attention.",
+    )
+
+
+def both(times: Any, name: str, gain: Any) -> str:
+    natural, hilbert = times.get(f"{name} {NATURAL}"), times.get(f"{name} {HILBERT}")
+    if natural is None or hilbert is None:
+        return "-"
+    once = min(natural["rounds"], hilbert["rounds"]) < 2
+    known = "one pair" if once else f"{gain['low']:.2f} to {gain['high']:.2f}"
+    return f"{natural['median_ms']:,.1f} / {hilbert['median_ms']:,.1f}: {gain['median']:.2f}x ({known})"
 
 
 def main() -> None:
@@ -282,7 +179,7 @@ def main() -> None:
     parts = {**PARTS, **(QUICK_PARTS if options.quick else {})}
     found = {part: parts[part]() for part in options.parts}
     whole = options.quick or set(found) == set(PARTS)
-    write(options.output, {"heads": HEADS, "head_dim": HEAD_DIM, **found}, whole=whole)
+    write(options.output, {"heads": HEADS, "head_dim": HEAD_DIM, **found}, tables, whole=whole)
 
 
 if __name__ == "__main__":

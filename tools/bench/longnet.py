@@ -1,7 +1,7 @@
 """LongNet's dilated attention, (2048, 4096, 8192) / (1, 2, 4), 8 heads of 64: against a dense mask, and long.
 
     python -m tools.bench.longnet          both parts
-    python -m tools.bench.longnet long     the long forward alone: --tokens, --dtype, --backend, --segments
+    python -m tools.bench.longnet long     the long forward alone: --tokens, --dtype, --backend
 
 The mask is built beforehand and not timed. Peak memory is the process's own, from the operating system's mark, reset
 before the calls. The long forward's result is checked against float64 on rows drawn.
@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import Dense, Dilated, Problem, attend
 from attn_dispatch.backends import native, sdpa, sdpa_mask
-from attn_dispatch.machine.memory import available_bytes, peak_bytes
+from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import Oracle
 from attn_dispatch.tuning.rounds import Rounds, time_in_rounds
 from tools.lib.common import parser, ratio, timing, write
+from tools.lib.tables import Table, direction, interval, ms
 
 PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))
 CAUSAL = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
@@ -68,13 +69,10 @@ def against_mask(
         "dtype": str(dtype).removeprefix("torch."),
         "backward": backward,
         **{name: timing(one) for name, one in found.items()},
-        "sdpa_mask_over_sdpa": ratio(found["sdpa_mask"], found["sdpa"]),
         "torch_with_mask_over_sdpa": ratio(found["torch_with_mask"], found["sdpa"]),
-        "sdpa_mask_over_native": ratio(found["sdpa_mask"], found["native"]),
         "torch_with_mask_over_native": ratio(found["torch_with_mask"], found["native"]),
         **rates,
         "dense_over_sdpa_flops": sdpa.flops(dense) / sdpa.flops(problem),
-        "share_of_dense_rate": rates["sdpa_gflops"] / rates["dense_gflops"],
     }
 
 
@@ -89,14 +87,14 @@ def trained(call: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callab
     return run
 
 
-def long_forward(tokens: int, dtype: torch.dtype, backend: str, pattern: Dilated = PATTERN) -> dict[str, Any]:
+def long_forward(tokens: int, dtype: torch.dtype, backend: str) -> dict[str, Any]:
     """One attend() on a fresh process, then another that is timed and checked; bytes from the operating system."""
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3))
     cpu, held, seconds = torch.device("cpu"), 3 * q.numel() * q.itemsize, list[float]()
 
     def timed() -> torch.Tensor:
         start = time.perf_counter()
-        out: torch.Tensor = attend(q, k, v, pattern, backend=backend)
+        out: torch.Tensor = attend(q, k, v, PATTERN, backend=backend)
         seconds.append(time.perf_counter() - start)
         return out
 
@@ -104,13 +102,12 @@ def long_forward(tokens: int, dtype: torch.dtype, backend: str, pattern: Dilated
         timed()  # memory is measured in the second call
         return timed()
 
-    free = available_bytes(cpu)
     with torch.no_grad():
         out, above = peak_bytes(twice, cpu)
     if above is None:
         raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
     return {
-        "pattern": str(pattern),
+        "pattern": str(PATTERN),
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
         "backend": backend,
@@ -120,8 +117,7 @@ def long_forward(tokens: int, dtype: torch.dtype, backend: str, pattern: Dilated
         "qkv_out_bytes": held // 3 * 4,
         "peak_bytes": held + above,
         "peak_above_qkv_out": (held + above) / (held // 3 * 4) - 1,
-        "free_bytes_before": free,
-        "check": checked(q, k, v, pattern, out),
+        "check": checked(q, k, v, PATTERN, out),
     }
 
 
@@ -139,11 +135,34 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Dilated,
     return {"rows": len(gate.rows), "heads": len(gate.heads), "error": verdict.error, "tolerance": tolerance}
 
 
-def long_alone(tokens: int, dtype: str, backend: str, segments: tuple[int, ...] = PATTERN.segment_lengths) -> Any:
-    """`long_forward` in a new process; the segments have the rates of `PATTERN`."""
+def long_alone(tokens: int, dtype: str, backend: str) -> Any:
+    """`long_forward` in a new process."""
     command = [sys.executable, "-m", "tools.bench.longnet", "long", "--tokens", str(tokens)]
-    command += ["--dtype", dtype, "--backend", backend, "--segments", *map(str, segments)]
+    command += ["--dtype", dtype, "--backend", backend]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def tables(found: Any) -> Iterator[Table]:
+    head = ("8,192 tokens", "mask", "`sdpa`", "`native`", "mask / `sdpa`", "mask / `native`", "rates / dense's")
+    rows: list[tuple[str, ...]] = []
+    for one in found["masked"]:
+        causal = ", causal" if "causal" in one["pattern"] else ""
+        times = (ms(one[name]) for name in ("torch_with_mask", "sdpa", "native"))
+        ratios = (interval(one[f"torch_with_mask_over_{name}"], 1) for name in ("sdpa", "native"))
+        rates = ", ".join(f"{one[f'{name}_gflops'] / one['dense_gflops']:.2f}" for name in ("sdpa", "native"))
+        rows.append((f"{one['dtype']}{causal}, {direction(one)}", *times, *ratios, rates))
+    yield Table(
+        *(head, rows),
+        f"{found['pattern']}, batch 1, {found['heads']} heads of {found['head_dim']}. Intervals are 95 %; with "
+        "backward they are ranges. The mask is made before. The last column: operations per second of `sdpa` "
+        "and `native`, over those of dense attention.",
+    )
+    rows = [
+        (f"{one['tokens']:,}", one["dtype"], f"`{one['backend']}`", f"{one['tokens_per_s']:,.0f}", excess)
+        for one in found["long"]
+        if (excess := f"{one['peak_above_qkv_out']:.1%}")
+    ]
+    yield Table(("tokens, forward", "dtype", "backend", "tokens/s", "peak memory above q, k, v and out"), rows)
 
 
 def main() -> None:
@@ -154,33 +173,22 @@ def main() -> None:
     options.add_argument("--dtype", default="float32")
     options.add_argument("--backend", default="sdpa")
     options.add_argument("--quick", action="store_true", help="short sequences, and the causal pattern forward alone")
-    options.add_argument("--segments", type=int, nargs=3, default=PATTERN.segment_lengths)
-    arguments = options.parse_args()
-    if arguments.part == "long":
-        pattern = Dilated(tuple(arguments.segments), PATTERN.dilation_rates)
-        dtype = getattr(torch, arguments.dtype)
-        print(json.dumps(long_forward(arguments.tokens, dtype, arguments.backend, pattern)))
+    given = options.parse_args()
+    if given.part == "long":
+        print(json.dumps(long_forward(given.tokens, getattr(torch, given.dtype), given.backend)))
         return
     # First, each in a new process: freed memory that earlier calls retain would be counted.
-    tokens, longest = (QUICK_LONG, QUICK_LONG) if arguments.quick else (arguments.tokens, LONGEST)
-    long = [
-        long_alone(tokens, "float32", "sdpa"),
-        long_alone(tokens, "float32", "native"),
-        long_alone(longest, "bfloat16", "native"),
-    ]
-    print(long)
-    patterns = (CAUSAL,) if arguments.quick else (PATTERN, CAUSAL)
-    rounds = QUICK_ROUNDS if arguments.quick else arguments.rounds
+    tokens, longest = (QUICK_LONG, QUICK_LONG) if given.quick else (given.tokens, LONGEST)
+    long = [long_alone(tokens, "float32", name) for name in ("sdpa", "native")]
+    long.append(long_alone(longest, "bfloat16", "native"))
+    patterns, rounds = ((CAUSAL,), QUICK_ROUNDS) if given.quick else ((PATTERN, CAUSAL), given.rounds)
     masked = [
         against_mask(pattern, 8192, dtype, rounds) for pattern in patterns for dtype in (torch.float32, torch.bfloat16)
     ]
-    if not arguments.quick:
+    if not given.quick:
         masked += [against_mask(pattern, 8192, torch.float32, min(3, rounds), backward=True) for pattern in patterns]
-    print(masked)
-    write(
-        arguments.output,
-        {"pattern": str(PATTERN), "heads": HEADS, "head_dim": HEAD_DIM, "long": long, "masked": masked},
-    )
+    figures = {"pattern": str(PATTERN), "heads": HEADS, "head_dim": HEAD_DIM, "long": long, "masked": masked}
+    write(given.output, figures, tables)
 
 
 if __name__ == "__main__":

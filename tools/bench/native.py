@@ -35,6 +35,7 @@ from attn_dispatch.tuning.intervals import Timing
 from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.bench.hilbert import pairs
 from tools.lib.common import parser, ratio, timing, write
+from tools.lib.tables import Table
 
 TAKES = "5 minutes"
 
@@ -45,6 +46,7 @@ PEAK_MS = 20.0  #: what a sample of a limit takes, at least
 READ_BYTES = 2**28  #: more than any cache holds
 ROUNDS, QUICK_ROUNDS = 9, 3
 FORWARD, BACKWARD = 4, 10  #: operations per pair and entry
+TITLES = {"multiply_add": "multiply-adds", "dot_product": "bfloat16 dot products", "read": "reading memory"}
 
 Call = Callable[[], Any]
 
@@ -182,6 +184,32 @@ def measured(
     }
 
 
+def tables(found: Any) -> Iterator[Table]:
+    names = [name for name in ("multiply_add", "dot_product") if f"{name}_gflops" in found["machine"][0]]
+    head = ("threads", *(TITLES[name] for name in names), TITLES["read"])
+    limits = []
+    for one in found["machine"]:
+        rates = (f"{one[f'{name}_gflops']:,.0f} GFLOP/s" for name in names)
+        limits.append((str(one["threads"]), *rates, f"{one['read_gb_per_s']:,.1f} GB/s"))
+    yield Table(head, limits, "What the processor reaches at most, measured in registers, and in reading memory.")
+    columns = list(dict.fromkeys((one["backward"], one["threads"]) for one in found["rows"]))
+    titles = [f"{'backward' if backward else 'forward'}, {n} thread{'s' * (n != 1)}" for backward, n in columns]
+    lines: dict[tuple[str, str, str], dict[tuple[bool, int], str]] = {}
+    for one in found["rows"]:
+        if one["dtype"] == "float16":  # computed in float32, as fast as that
+            continue
+        cell = f"{one['gflops']:,.0f}: {one['share']['median']:.2f}{' *' * (one['limit'] == 'read')}"
+        line = lines.setdefault((one["pattern"], f"{one['tokens']:,}", one["dtype"]), {})
+        line[one["backward"], one["threads"]] = cell
+    yield Table(
+        ("pattern", "tokens", "dtype", *titles),
+        [(*line, *(cells[column] for column in columns)) for line, cells in lines.items()],
+        "GFLOP/s that the pattern needs, and their share of the limit in the same rounds: multiply-adds, for "
+        "bfloat16 dot products; * reading memory. Batch 1, heads of 64: 8, or 4 in Hilbert order for "
+        "neighbourhoods.",
+    )
+
+
 def main() -> None:
     options = parser(__doc__, "native.json")
     options.add_argument("--quick", action="store_true", help="fewer tokens, one grid, 3 rounds; less than a minute")
@@ -189,21 +217,14 @@ def main() -> None:
     given = options.parse_args()
     rounds = QUICK_ROUNDS if given.quick else ROUNDS
     counts = given.threads or sorted({1, torch.get_num_threads()})
-    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         limits = Limits(Path(folder))
         machines = [limits.measured(threads, rounds) for threads in counts]
-        print(*machines, sep="\n", flush=True)
-        for row, dtype, backward, machine in itertools.product(rows(given.quick), DTYPES, (False, True), machines):
-            one = measured(row, dtype, backward, machine, limits, rounds)
-            found.append(one)
-            kind = f"{row.tokens:6} tokens, {one['dtype']:8} {'backward' if backward else 'forward ':8}"
-            print(
-                f"{one['pattern']:45} {kind} {one['threads']} threads: {one['gflops']:6.1f} GFLOP/s, "
-                f"{one['share']['median']:.2f} of {one['limit_gflops']:6.1f} ({one['limit']})",
-                flush=True,
-            )
-    write(given.output, {"head_dim": HEAD_DIM, "quick": given.quick, "machine": machines, "rows": found})
+        found = [
+            measured(row, dtype, backward, machine, limits, rounds)
+            for row, dtype, backward, machine in itertools.product(rows(given.quick), DTYPES, (False, True), machines)
+        ]
+    write(given.output, {"head_dim": HEAD_DIM, "quick": given.quick, "machine": machines, "rows": found}, tables)
 
 
 if __name__ == "__main__":

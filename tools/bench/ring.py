@@ -1,67 +1,199 @@
-"""A sequence over many devices: bytes sent, balance of work, memory, time and faults. gloo, CPU.
+"""A sequence over many ranks, processes of this machine connected by gloo: memory and time.
 
-    python -m tools.bench.ring [PART ...] [--rounds N] [--shrink N] [--faults N]
+    python -m tools.bench.ring [memory speed] [--rounds N] [--shrink N]
 
-Parts: traffic, shipped, balance (counted), faults (injected), memory (measured, not timed), and the timed ones: speed,
-overlap, long. Parts that are not asked for stay in the file as they were. --shrink: sequences so many times shorter,
-for a quick look, which is written nowhere.
+--shrink: sequences so many times shorter, for a quick look, which is not written over the results.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from datetime import UTC, datetime
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tools.checks import ring_faults
-from tools.docs.ring_tables import markdown
-from tools.lib import ring_counts, ring_overlap, ring_runs
-from tools.lib.common import parser, write
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-COUNTED: dict[str, Callable[[], Any]] = {
-    "traffic": ring_counts.traffic,
-    "shipped": ring_counts.all_shipped,
-    "balance": ring_counts.balance,
-    "faults": ring_faults.run,  # by number of faults
-}
+from attn_dispatch import Sharded, attend, explain
+from attn_dispatch.machine.memory import peak_bytes
+from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
+from attn_dispatch.tuning.intervals import Timing
+from tools.lib.common import parser, ratio, timing, write
+from tools.lib.ranks import Tokens, freed_at_once, together
+from tools.lib.tables import Table, direction, interval, megabytes, ms
+
+TAKES = "5 min"
+
+CPU = torch.device("cpu")
+HEADS, HEAD_DIM = 8, 64
+WIDE = Dilated((2048, 16384, 131_072, 1_048_576), (1, 4, 16, 64))
+#: With heads, and the tokens of a forward pass and of both.
+MEMORY: tuple[tuple[Pattern, int, tuple[int, int]], ...] = (
+    (Dense(), 4, (32_768, 32_768)),
+    (WIDE, HEADS, (65_536, 32_768)),
+)
+SPEED_TOKENS, SPEED_HEADS = 32_768, 4
+
+
+def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward: bool = False) -> Tensor:
+    """One call over all ranks, with the exchange that is chosen without measurements; or on this rank alone."""
+    os.environ["ATTN_DISPATCH_MODE"] = "off"
+    where: dict[str, Any] = {"mesh": "world"} if over_ranks else {"backend": "native"}
+    q, k, v = (x.requires_grad_(backward) for x in tensors)
+    out: Tensor = attend(q, k, v, pattern, **where)
+    if backward:
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return out.detach()
+
+
+def exchange_of(tensors: Sequence[Tensor], pattern: Pattern) -> str:
+    """The exchange that is chosen without measurements."""
+    q, k, v = tensors
+    return str(explain(q, k, v, pattern, mesh="world").order)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory(shrink: int = 1) -> list[dict[str, Any]]:
+    """Peak bytes of each rank, for 1 to 8 ranks; and the bytes of the shard's q, k, v and out."""
+    found = []
+    for pattern, heads, lengths in MEMORY:
+        for backward, tokens in enumerate(lengths):
+            with freed_at_once():
+                found += [_memory(pattern, tokens // shrink, heads, ranks, bool(backward)) for ranks in (1, 2, 4, 8)]
+    return found
+
+
+def _memory(pattern: Pattern, tokens: int, heads: int, ranks: int, backward: bool) -> dict[str, Any]:
+    peaks, exchanges = zip(*together(_peak, ranks, pattern, Layout(deal(tokens, ranks)), heads, backward))
+    shard = tokens // ranks * heads * HEAD_DIM * 4
+    return {
+        "pattern": str(pattern), "tokens": tokens, "heads": heads, "dtype": "float32", "ranks": ranks,
+        "exchange": exchanges[0], "backward": backward, "peak_bytes": max(peaks),
+        "qkv_out_bytes": 4 * shard,
+    }  # fmt: skip
+
+
+def _peak(pattern: Pattern, layout: Layout, heads: int, backward: bool) -> tuple[int, str | None]:
+    """Peak bytes of a call, above those held before q, k and v were made."""
+    rank, several = dist.get_rank(), layout.ranks > 1
+    small = Tokens(Layout(deal(64 * layout.ranks, layout.ranks)), heads, HEAD_DIM, torch.float32)
+    once(small.shard(rank), Dense(), several, backward)  # loads what is loaded only once
+    tokens = Tokens(layout, heads, HEAD_DIM, torch.float32)
+
+    def call() -> str | None:
+        tensors = tokens.shard(rank)
+        once(tensors, pattern, several, backward)
+        return exchange_of(tensors, pattern) if several else None
+
+    exchange, peak = peak_bytes(call, CPU)
+    return _known(peak), exchange
+
+
+def _known(peak: int | None) -> int:
+    if peak is None:
+        raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
+    return peak
+
+
+# --- two ranks, or two threads ----------------------------------------------------------------------------------------
+
+
+def speed(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
+    """Two ranks of one thread against one process of two, dense causal, interleaved."""
+    tokens = SPEED_TOKENS // shrink
+    found = []
+    for backward in (False, True):
+        times = together(_turns, 3, tokens, rounds, backward)
+        alone, ring = times[2], [max(pair) for pair in zip(times[0], times[1])]
+        one, two = (Timing(tuple(samples[1:]), samples[0]) for samples in (alone, ring))
+        entry = {
+            "tokens": tokens, "heads": SPEED_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "shards": ZIGZAG,
+            "backward": backward, "one_rank_two_threads": timing(one), "two_ranks_one_thread": timing(two),
+            "ratio": ratio(two, one),
+        }  # fmt: skip
+        found.append(entry)
+    return found
+
+
+def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
+    """Milliseconds of this process's calls, the first of which is a warm-up. Rank 2 runs alone."""
+    rank, pattern = dist.get_rank(), Dense(is_causal=True)
+    pair = dist.new_group([0, 1])
+    alone = rank == 2
+    torch.set_num_threads(2 if alone else 1)
+    layout = Layout((tokens,)) if alone else Layout(deal(tokens, 2), ZIGZAG)
+    tensors = Tokens(layout, SPEED_HEADS, HEAD_DIM, torch.float32).shard(0 if alone else rank)
+    where: dict[str, Any] = {"backend": "native"} if alone else {"order": "ring", "mesh": Sharded(pair, ZIGZAG)}
+    q, k, v = (x.requires_grad_(backward) for x in tensors)
+    found = []
+    for _ in range(rounds + 1):
+        for turn in (True, False):
+            dist.barrier()
+            if turn == alone:
+                start = time.perf_counter()
+                out = attend(q, k, v, pattern, **where)
+                if backward:
+                    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+                found.append((time.perf_counter() - start) * 1e3)
+    dist.barrier()
+    return found
+
+
+# --- all --------------------------------------------------------------------------------------------------------------
+
 #: By rounds and shrink.
-MEASURED: dict[str, Callable[[int, int], Any]] = {
-    "memory": lambda rounds, shrink: ring_runs.memory(shrink),
-    "speed": ring_runs.speed,
-    "overlap": ring_overlap.overlap,
-    "long": lambda rounds, shrink: ring_runs.million(shrink),
+PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
+    "memory": lambda rounds, shrink: memory(shrink),
+    "speed": speed,
 }
-PARTS = (*COUNTED, *MEASURED)
+
+
+def tables(found: Any) -> Iterator[Table]:
+    rows: list[tuple[str, ...]] = [
+        (f"{one['pattern']}, {one['heads']} heads", f"{one['tokens']:,}", direction(one), ranks_of(one), *sizes(one))
+        for one in found.get("memory", ())
+    ]
+    yield Table(
+        ("pattern", "tokens", "pass", "ranks", "peak of a rank", "its q, k, v and out"),
+        rows,
+        f"Memory, float32, heads of {HEAD_DIM}. One rank is `native` without a mesh. `gather` takes all rows of "
+        "other ranks that a rank needs at once; with more ranks these do not get fewer.",
+    )
+    rows = [
+        (f"{one['tokens']:,} tokens, {direction(one)}", ms(one[alone]), ms(one[ring]), interval(one["ratio"]))
+        for one in found.get("speed", ())
+        if (alone := "one_rank_two_threads") and (ring := "two_ranks_one_thread")
+    ]
+    yield Table(
+        (f"dense causal, {SPEED_HEADS} heads", "1 rank, 2 threads", "2 ranks, 1 thread each", "2 ranks / 1 rank"),
+        rows,
+        "Two ranks, zigzag, against one process on the same two cores, in turns, float32.",
+    )
+
+
+def ranks_of(one: Any) -> str:
+    return f"{one['ranks']}, `{one['exchange']}`" if one["exchange"] else f"{one['ranks']}"
+
+
+def sizes(one: Any) -> tuple[str, str]:
+    return megabytes(one["peak_bytes"]), megabytes(one["qkv_out_bytes"])
 
 
 def main() -> None:
-    arguments = parser(__doc__, "ring.json")
-    arguments.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
-    arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--shrink", type=int, default=1)
-    arguments.add_argument("--faults", type=int, default=200, help="number of injected faults")
-    options = arguments.parse_args()
-    unknown = set(options.parts) - set(PARTS)
-    if unknown:
-        arguments.error(f"PART must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    if options.rounds < 1 or options.shrink < 1:
-        arguments.error("--rounds and --shrink must be at least 1")
-    before = json.loads(options.output.read_text()) if options.output.exists() else {}
-    found = {name: before[name] for name in PARTS if name in before}
-    for name in PARTS:
-        if name in options.parts:
-            print(name, flush=True)
-            if name == "faults":
-                figures = ring_faults.run(options.faults)
-            else:
-                figures = COUNTED[name]() if name in COUNTED else MEASURED[name](options.rounds, options.shrink)
-            found[name] = {"measured": datetime.now(UTC).isoformat(timespec="seconds"), "found": figures}
-    if options.shrink > 1:
-        print(json.dumps({name: found[name]["found"] for name in options.parts}, indent=1))
-    else:
-        write(options.output, found)
-        print(markdown(found))
+    options = parser(__doc__, "ring.json")
+    options.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--shrink", type=int, default=1)
+    given = options.parse_args()
+    if unknown := set(given.parts) - set(PARTS):
+        options.error(f"PART must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    found = {name: PARTS[name](given.rounds, given.shrink) for name in given.parts}
+    write(given.output, found, tables, whole=given.shrink == 1 and set(found) == set(PARTS))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ class Results:
             self._say(row)
 
     def _say(self, row: Row) -> None:
-        text = f"FAILED {row['failed']}" if "failed" in row else self._step.line(row)
-        print(f"{self._path.stem}  {self._step.label(row)}  {row.get('took_s', 0):.1f} s  {text}"[:WIDEST], flush=True)
+        found = " ".join(f"{key} {value}" for key, value in row.items() if isinstance(value, str | float | bool))
+        print(f"{self._path.stem}  {self._step.label(row)}  {found}"[:WIDEST], flush=True)
 
     def _write(self, summary: dict[str, Any]) -> None:
         write(self._path, {**self._head, "summary": summary, "rows": self.rows})
@@ -132,14 +132,8 @@ def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
         counts = ", ".join(f"{summary[key]} {word}" for key, word in COUNTS.items() if key in summary)
         lines.append(f"{name}: {counts}")
         for key, found in summary.items():
-            if key in COUNTS:
-                continue
-            text = found
-            if name == "blocks" and isinstance(found, list):
-                text = "  ".join(f"{tuple(each['block'])} {each['of_best']}" for each in found[:3])
-            elif isinstance(found, dict):
-                text = "; ".join(f"{part} {value}" for part, value in found.items())
-            lines.append(f"  {key}: {text}"[:WIDEST])
+            if key not in COUNTS:
+                lines.append(f"  {key}: {found}"[:WIDEST])
     return lines
 
 

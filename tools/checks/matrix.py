@@ -1,13 +1,12 @@
-"""The quick tests in environments of their own: versions of Python and torch, and without NumPy, g++ or Triton.
+"""The quick tests in environments of their own: versions of Python and torch, and without g++ or Triton.
 
     python -m tools.checks matrix                                      every environment whose Python is on the PATH
-    python -m tools.checks matrix --only py3.11-torch2.6.0 no-numpy    these; the table's other rows stay
-    python -m tools.checks matrix --list
+    python -m tools.checks matrix --only py3.11-torch2.6.0 no-triton   these; the table's other rows stay
+    python -m tools.checks matrix --help                               their names
 
 Each environment is made by venv and pip in `.venv-matrix/`, and used again by a later run: remove its folder to have
 it made anew. torch's builds for CUDA, the ones of PyPI, take 3 GB of downloads and 6 GB of disk for each version.
-A Python that this system lacks is one of another system: run this program there, in a container for example, with the
-same checkout; it needs nothing but Python itself.
+It needs nothing but Python itself: run it in another system, with the same checkout, for a Python that this one lacks.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from tools.lib.common import parser
+from tools.lib.tables import Table
 
 TAKES = "4 min an environment, and its downloads"
 ROOT = Path(__file__).parents[2]
@@ -63,7 +62,7 @@ for each in VARIANTS:
 
 
 class Environment(NamedTuple):
-    """A Python, a torch, and what a user may not have: of "numpy", "g++", "triton"."""
+    """A Python, a torch, and what a user may not have: "g++" or "triton"."""
 
     name: str
     python: str
@@ -75,7 +74,7 @@ NEWEST = "2.13.0"  #: the version that the README's commands install
 ENVIRONMENTS = (
     *(Environment(f"py3.11-torch{torch}", "3.11", torch) for torch in ("2.6.0", "2.9.1", NEWEST)),
     *(Environment(f"py{python}-torch{NEWEST}", python, NEWEST) for python in ("3.12", "3.13", "3.14")),
-    *(Environment(f"no-{what}", "3.11", NEWEST, what) for what in ("numpy", "g++", "triton")),
+    *(Environment(f"no-{what}", "3.11", NEWEST, what) for what in ("g++", "triton")),
 )
 
 
@@ -89,13 +88,13 @@ def interpreter(version: str) -> str | None:
     return shutil.which(f"python{version}")
 
 
-def requirements(without: str) -> list[str]:
-    """What the package, its builds and its tests need, read from pyproject.toml, without torch and one other."""
+def requirements() -> list[str]:
+    """What the package, its builds and its tests need, read from pyproject.toml, without torch."""
     given = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project, builds = given["project"], given["build-system"]["requires"]
     lines = [*builds, *project["dependencies"], *project["optional-dependencies"]["test"]]
     # torch brings the Triton that it was built with, and asks for exactly that one.
-    return [line for line in lines if re.split(r"\W", line)[0] not in ("torch", "triton", without)]
+    return [line for line in lines if re.split(r"\W", line)[0] not in ("torch", "triton")]
 
 
 def made(environment: Environment, python: str) -> Path:
@@ -110,13 +109,11 @@ def made(environment: Environment, python: str) -> Path:
         return program
     _run([python, "-m", "venv", str(folder)])
     pip = [str(program), "-m", "pip", "install", "-q"]
-    _run([*pip, f"torch=={environment.torch}", *requirements(environment.without)])
+    _run([*pip, f"torch=={environment.torch}", *requirements()])
     _run([*pip, "--no-deps", "--editable", str(ROOT)])
-    for name in ("numpy", "triton"):
-        present = _run([str(program), "-m", "pip", "list", "--format=freeze"]).splitlines()
-        if environment.without == name and any(line.startswith(f"{name}==") for line in present):
-            _run([str(program), "-m", "pip", "uninstall", "-q", "-y", name])  # brought by torch itself
-    if environment.without != "triton" and sys.platform == "linux" and "+cpu" in _facts(program, None)["torch"]:
+    if environment.without == "triton":
+        _run([str(program), "-m", "pip", "uninstall", "-q", "-y", "triton"])  # brought by torch itself
+    elif "+cpu" in _facts(program, None)["torch"]:
         _run([*pip, "triton"])  # builds for the CPU bring none
     complete.touch()
     return program
@@ -153,7 +150,7 @@ def _facts(program: Path, path: str | None) -> dict[str, Any]:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-def tested(environment: Environment, program: Path, rooms: list[str]) -> dict[str, Any]:
+def tested(environment: Environment, program: Path) -> dict[str, Any]:
     """A row of the table: what the environment has, and how its tests ended."""
     compiles = environment.without != "g++"
     path = None if compiles else path_without_compilers()
@@ -165,7 +162,7 @@ def tested(environment: Environment, program: Path, rooms: list[str]) -> dict[st
     without = {} if path is None else {"PATH": path, "CXX": "", "XDG_CACHE_HOME": str(FOLDER / "cache")}
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **without}
     begun = time.monotonic()
-    command = [str(program), "-m", "pytest", *options, *(f"tests/{room}" for room in rooms)]
+    command = [str(program), "-m", "pytest", *options, *(f"tests/{room}" for room in ROOMS)]
     try:
         with (FOLDER / f"{environment.name}.log").open("w", encoding="utf-8") as log:
             subprocess.run(command, cwd=ROOT, env=variables, stdout=log, stderr=log, timeout=LIMIT_S)
@@ -175,7 +172,6 @@ def tested(environment: Environment, program: Path, rooms: list[str]) -> dict[st
     return {
         "name": environment.name,
         "without": environment.without,
-        "rooms": rooms,
         **_facts(program, path),
         **counted(report),
         "seconds": round(time.monotonic() - begun),
@@ -202,42 +198,41 @@ def _system() -> str:
     return f"{release.get('PRETTY_NAME', platform.system())}, {platform.machine()}"
 
 
-def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of both, in the order of ENVIRONMENTS; a new one takes the place of the old one of its name."""
-    rows = {row["name"]: row for row in (*old, *new)}
-    return [rows[each.name] for each in ENVIRONMENTS if each.name in rows]
+def tables(found: Any) -> Table:
+    """A row for each environment, and the names of the tests that failed."""
+    rows = found["environments"]
+    head = ("Python", "torch", "NumPy", "Triton", "without", "system", "passed", "skipped", "failed", "date")
+    return Table(
+        head,
+        [_cells(row) for row in rows],
+        " ".join(f"{row['name']}: `{name}`." for row in rows for name in row["failed"]),
+    )
 
 
-def _chosen(names: list[str] | None) -> Iterator[tuple[Environment, str]]:
-    for environment in ENVIRONMENTS:
-        if names and environment.name not in names:
-            continue
-        python = interpreter(environment.python)
-        if python is None:
-            print(f"{environment.name}: python{environment.python} is not on the PATH: left out")
-        else:
-            yield environment, python
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    versions = (row[name] or "-" for name in ("python", "torch", "numpy", "triton", "without"))
+    counts = (f"{row['passed']:,}", f"{row['skipped']:,}", str(len(row["failed"])))
+    return (*versions, row["system"], *counts, row["measured"][:10])
 
 
 def main() -> None:
     options = parser(__doc__, "platforms.json")
-    options.add_argument("--only", nargs="+", choices=[each.name for each in ENVIRONMENTS], metavar="NAME")
-    options.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS), help="of tests/; all by default")
-    options.add_argument("--list", action="store_true", help="print the environments and run nothing")
+    names = [each.name for each in ENVIRONMENTS]
+    options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     given = options.parse_args()
-    if given.list:
-        print(*(each.name for each in ENVIRONMENTS), sep="\n")
-        return
     FOLDER.mkdir(exist_ok=True)
     failed = False
-    for environment, python in _chosen(given.only):
-        print(f"{environment.name} ...", flush=True)
-        row = tested(environment, made(environment, python), given.rooms)
-        print(f"  {row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed in {row['seconds']} s")
-        print(*(f"  {name}" for name in row["failed"]), sep="\n")
+    for environment in (each for each in ENVIRONMENTS if each.name in given.only):
+        if (python := interpreter(environment.python)) is None:
+            print(f"{environment.name}: python{environment.python} is not on the PATH: left out")
+            continue
+        row = tested(environment, made(environment, python))
+        print(f"{environment.name}: {row['passed']} passed, {row['skipped']} skipped", *row["failed"], sep="\n")
         failed |= bool(row["failed"])
-        old = json.loads(given.output.read_text())["environments"] if given.output.exists() else []
-        given.output.write_text(json.dumps({"environments": merged(old, [row])}, indent=1) + "\n")
+        rows = json.loads(given.output.read_text())["environments"] if given.output.exists() else []
+        by_name = {each["name"]: each for each in (*rows, row)}
+        kept = [by_name[name] for name in names if name in by_name]
+        given.output.write_text(json.dumps({"environments": kept}, indent=1) + "\n")
     sys.exit(failed)
 
 

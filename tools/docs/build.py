@@ -10,28 +10,14 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from tools.bench.projections import markdown as projections
-from tools.docs import (
-    choices,
-    commands,
-    compiled_tables,
-    examples,
-    figures,
-    gpu,
-    models,
-    peer_tables,
-    platforms,
-    summary,
-    support,
-)
+from tools.checks import matrix
+from tools.docs import commands, results, summary, support
+from tools.docs.gains import gains
 from tools.docs.hilbert_plot import svg
-from tools.docs.hilbert_tables import hilbert
-from tools.docs.report_tables import markdown as reports
-from tools.docs.results import index, load, machine
-from tools.docs.ring_tables import markdown as ring
-from tools.docs.roofline_plot import svg as roofline
+from tools.docs.results import load
 from tools.docs.rooms import rooms
 from tools.docs.variables import variables
 from tools.lib.common import RESULTS
@@ -47,50 +33,22 @@ def pages() -> list[Path]:
     return [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def planned() -> str:
-    found = load("plan")
-    return "\n".join(("```text", f"$ {found['command']}", *found["lines"], "```"))
-
-
-def ranks() -> str:
-    found = load("ring")
-    return f"{machine(found)}. {ring(found, load('ring_reports'))}"
-
-
-def plugin() -> str:
-    """The example of a backend in a package of its own."""
-    folder = ROOT / "examples" / "blocked_window"
-    kinds = {"pyproject.toml": "text", "blocked_window.py": "python", "test_blocked_window.py": "text"}
-    parts = []
-    for name, kind in kinds.items():
-        text = (folder / name).read_text(encoding="utf-8").rstrip("\n")
-        parts.append(f"`{name}`:\n\n```{kind}\n{text}\n```")
-    return "\n\n".join(parts)
+def index() -> str:
+    """The list of results: what each page of docs/results/ shows."""
+    shown = {page.stem: names(page.read_text(encoding="utf-8")) for page in pages() if page.parent.name == "results"}
+    return results.index({page: blocks for page, blocks in shown.items() if page != "README"})
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "longnet": summary.longnet,
-    "explain": summary.explained,
-    "commands": commands.short,
+    "gains": gains,
+    "explained": summary.explained,
     "help": commands.page,
     "variables": variables,
-    "plugin": plugin,
-    "platforms": platforms.platforms,
-    "support": lambda: "\n".join(support.table()),
+    "platforms": lambda: matrix.tables(load("platforms")).markdown(),
+    "support": lambda: support.table().markdown(),
     "rooms": rooms,
     "results": index,
-    "figures": figures.figures,
-    "choices": choices.choices,
-    "examples": examples.examples,
-    "gpu": gpu.gpu,
-    "peers": peer_tables.peers,
-    "models": models.models,
-    "compiled": compiled_tables.compiled,
-    "hilbert": lambda: hilbert(load("hilbert"), load("cache_misses"), load("hilbert_curve")),
-    "ring": ranks,
-    "plan": planned,
-    "projections": lambda: projections(load("projections")),
-    "reports": lambda: reports(load("reports"), load("cache_misses")),
+    **{name: partial(results.shown, name) for name in results.names()},
 }
 
 
@@ -113,12 +71,7 @@ def made() -> dict[Path, str]:
     contents = {name: make() for name, make in BLOCKS.items()}
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     filled_pages = {page: filled(text, contents) for page, text in texts.items() if names(text)}
-    plots = {
-        RESULTS / "hilbert.svg": svg(load("hilbert")),
-        RESULTS / "native.svg": roofline(load("native")),
-        RESULTS / "end_to_end.svg": models.svg(load("end_to_end")),
-    }
-    return {**filled_pages, **plots}
+    return {**filled_pages, RESULTS / "hilbert.svg": svg(load("hilbert"))}
 
 
 def stale(files: Mapping[Path, str]) -> list[str]:

@@ -10,37 +10,42 @@ from contextlib import redirect_stdout, suppress
 from unittest import mock
 
 from attn_dispatch.cli import COMMANDS, main
-from tools.lib.tables import table
 
 WIDTH = 120  #: characters of a line
 UNWRAPPED = "100000"  #: argparse's wrapping differs between Python versions; lines are wrapped here instead
-#: What the README shows of each command.
-EXAMPLES = {
-    "profile": "profile --shape 1,8k,8,64 --segments 2k,4k,8k --dilations 1,2,4 --causal",
-    "inspect": "inspect --key 3f9a",
-    "explain": "explain --shape 1,8k,16,128 --causal --dtype bf16",
-    "plan": "plan --tokens 1M --ranks 1,2,4,8 --causal --dtype bf16 --link 50 --rate 200",
-    "limits": "limits --segments 2k,4k,8k --dilations 1,2,4 --dtype bf16 --memory 8GiB",
-    "export": "export decisions.json",
-    "import": "import decisions.json",
-    "report": "report -o report.html",
-    "doctor": "doctor",
-}
-
-
-def short() -> str:
-    """A row for each command."""
-    rows: list[tuple[str, ...]] = [("command", "what it does"), ("---", "---")]
-    rows += [(f"`attn-dispatch {EXAMPLES.get(name, name)}`", summary) for name, summary in COMMANDS.items()]
-    return table(rows)
+#: Options of every command, as `--help` describes them.
+COMMON = ("-h, --help show this help message and exit", "--json print JSON instead of tables")
 
 
 def page() -> str:
-    """`--help` of the command itself and of each of its commands."""
-    parts = [_block(help_of())]
-    for name in COMMANDS:
-        parts += [f"## attn-dispatch {name}", _block(help_of(name))]
+    """What `--help` says of each command; options that several share stand first, once."""
+    texts = {name: help_of(name) for name in COMMANDS}
+    head, shared = _problems(texts["explain"])
+    parts = ["## Options of problems", _block("\n".join([head, *shared]))]
+    for name, text in texts.items():
+        own = [block for block in text.split("\n\n")[1:] if not block.startswith(("problems:", "  --shape"))]
+        own = [_without(block, {*shared, *COMMON}) for block in own]
+        parts += [f"## attn-dispatch {name}", _block("\n\n".join(filter(None, own)))]
     return "\n\n".join(parts)
+
+
+def _problems(text: str) -> tuple[str, list[str]]:
+    """What is said of the options that describe problems, and these."""
+    blocks = text.split("\n\n")
+    at = next(at for at, block in enumerate(blocks) if block.startswith("problems:"))
+    return blocks[at].removeprefix("problems:\n").strip(), _entries(blocks[at + 1])
+
+
+def _entries(block: str) -> list[str]:
+    """Each option with the lines of its text."""
+    return re.split(r"\n(?=  \S)", block)
+
+
+def _without(block: str, shared: set[str]) -> str:
+    """A block of options without shared ones, as their texts differ in blanks only; empty where no other is left."""
+    known = {" ".join(entry.split()) for entry in shared}
+    left = [entry for entry in _entries(block) if " ".join(entry.split()) not in known]
+    return "" if left == ["options:"] else "\n".join(left)
 
 
 def help_of(*command: str) -> str:

@@ -101,19 +101,15 @@ def svg(found: Any) -> str:
     window = rows[0]["pattern"].split("window=")[-1].strip("()").replace(", ", " x ")
     title = f"Neighbourhoods of {window} on square grids, forward, in natural and in Hilbert order"
     note = "Bars: 95 % intervals. Without one: timed once, or narrower than the mark."
-    return document(WIDTH, HEIGHT, left.left, title, [*parts, text(left.left, HEIGHT - 12, note, "start")])
-
-
-def document(width: int, height: int, left: int, title: str, parts: Iterable[str]) -> str:
-    """The SVG of these parts, with its title above them at `left`, in pixels."""
-    size = f'width="{width}" height="{height}"'
-    about = f'{size} viewBox="0 0 {width} {height}" role="img" font-family="sans-serif" font-size="12" fill="#222222"'
+    size = f'width="{WIDTH}" height="{HEIGHT}"'
+    about = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="sans-serif" font-size="12" fill="#222222"'
     return "\n".join((
-        f'<svg xmlns="http://www.w3.org/2000/svg" {about}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {about}>',
         f"<title>{title}</title>",
         f'<rect {size} fill="#ffffff"/>',  # readable on a dark page
-        text(left, 24, title, "start", 'font-size="14"'),
+        text(left.left, 24, title, "start", 'font-size="14"'),
         *parts,
+        text(left.left, HEIGHT - 12, note, "start"),
         "</svg>\n",
     ))  # fmt: skip
 

@@ -1,60 +1,67 @@
-"""The files in tools/results/: reading them, the machine each was measured on, and the page that shows it."""
+"""The files in tools/results/: what a page shows of each, and the list of all."""
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from tools.lib.common import RESULTS
-from tools.lib.tables import table
+from tools.lib.tables import Table, markdown
 
-#: Pages of docs/results/, with title and the files each shows; the module of the same name makes a file.
-PAGES = {
-    "figures": (
-        "LongNet, kernels, decoding, documents, robustness, cost of a call, compiled libraries",
-        ("longnet", "native", "kernels", "decode", "documents", "trust", "strikes", "routes", "dispatch", "prebuilt"),
-    ),
-    "choices": (
-        "choices against every backend and beside running calls, first calls",
-        ("choices", "first_call", "online"),
-    ),
-    "models": ("models from their input to their loss: training, generation, an image", ("end_to_end",)),
-    "peers": ("other libraries beside attend(), in the same run", ("peers",)),
-    "examples": ("what the examples print", ("examples",)),
-    "hilbert": ("token orders", ("hilbert", "cache_misses", "hilbert_curve")),
-    "ring": ("a sequence over many ranks", ("ring", "ring_reports")),
-    "compiled": ("what Triton's kernels are compiled to for GPUs; bounds, not times", ("kernels_compiled",)),
-    "plan": ("an example of `attn-dispatch plan`; counted, not measured", ("plan",)),
-    "projections": ("the early reports' projections; counted, not measured", ("projections",)),
-    "reports": ("the early reports' experiments, run again", ("reports",)),
-}
-MODULES = {"plan": "plan_examples"}  #: of tools/bench, where the name differs
+#: Shown by an excerpt elsewhere, or with its environments' machines in its rows.
+APART = ("explain", "platforms")
 
 
 def load(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """A file by its name, in which `gpu-` stands for the folder of GPU results."""
+    return json.loads((RESULTS / f"{name.replace('-', '/')}.json").read_text())
+
+
+def names() -> list[str]:
+    """Of every file that a page of docs/results/ shows."""
+    paths = (path.relative_to(RESULTS).with_suffix("") for path in sorted(RESULTS.rglob("*.json")))
+    return [name for path in paths if (name := "-".join(path.parts)) not in APART]
 
 
 def machine(found: Any) -> str:
-    """The processor, its threads and the version of torch."""
-    sets = ", ".join(found["hardware"]["cpu"]["instruction_sets"])
-    return f"{found['provenance']['name']}, {_threads(found)}, {sets}; torch {found['provenance']['torch']}"
+    """The device, a CPU's threads, and the version of torch."""
+    about = found["provenance"]
+    threads = found["hardware"]["cpu"]["threads"] if "hardware" in found else 0
+    of_threads = f", {threads} thread{'s' * (threads != 1)}" if threads else ""
+    return f"{about['name']}{of_threads}, torch {about['torch']}"
 
 
-def _threads(found: Any) -> str:
-    count = found["hardware"]["cpu"]["threads"]
-    return f"{count} thread{'s' * (count != 1)}"
+def program(name: str) -> str:
+    """The module that makes a file, or made it."""
+    return f"tools.checks.{name.replace('-', '.')}" if name.startswith("gpu-") else f"tools.bench.{name}"
 
 
-def index() -> str:
-    """A row for each file: its page, its command, and the machine and date of the run."""
-    head = ("page", "file in tools/results/", "made by", "machine", "date")
-    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
-    for page, (title, names) in PAGES.items():
-        for name in names:
+def command(name: str, found: Any) -> str:
+    """What makes the file; of a frozen one the commit at which it did."""
+    if "tables" in found:
+        return f"`{found.get('command', program(name))}` at commit `{found['commit']}`"
+    return "`python -m tools.checks.gpu_check`" if name.startswith("gpu-") else f"`python -m {program(name)}`"
+
+
+def shown(name: str) -> str:
+    """The tables of a file: its own, if nobody is to measure it again, else those that its program makes of it."""
+    found = load(name)
+    kept = found.get("tables")
+    tables: Iterable[Table]
+    tables = importlib.import_module(program(name)).tables(found) if kept is None else (Table(**each) for each in kept)
+    usual = machine(found) == machine(load("longnet"))
+    about = f"By {command(name, found)}, {found['measured'][:10]}{'' if usual else f'; {machine(found)}'}."
+    return "\n\n".join((about, *(table.markdown() for table in tables)))
+
+
+def index(pages: dict[str, list[str]]) -> str:
+    """The usual machine, and a row for each file, by page."""
+    rows = []
+    for page, shows in pages.items():
+        for name in shows:
             found = load(name)
-            command = f"`python -m tools.bench.{MODULES.get(name, name)}`"
-            where = f"[{page}]({page}.md): {title}" if name == names[0] else ""
-            on = f"{found['provenance']['name']}, {_threads(found)}, torch {found['provenance']['torch']}"
-            rows.append((where, f"`{name}.json`", command, on, found["measured"][:10]))
-    return table(rows)
+            rows.append((f"[{page}]({page}.md)", f"`{name.replace('-', '/')}.json`", command(name, found)))
+    about = f"Measured on {machine(load('longnet'))}, unless the page says otherwise."
+    return f"{about}\n\n{markdown(('page', 'file', 'made by'), rows)}"

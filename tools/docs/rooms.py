@@ -6,15 +6,14 @@ import ast
 from pathlib import Path
 
 import attn_dispatch
-from tools.lib.tables import table
+from tools.lib.tables import markdown
 
 ROOT = Path(attn_dispatch.__file__).parent
 
 
 def rooms() -> str:
     """A row for each: its purpose, what it imports, and the public names that come from it."""
-    head = ("room", "purpose", "imports", "public names")
-    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    rows: list[tuple[str, ...]] = []
     for path in sorted(ROOT.glob("*/__init__.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         if path.parent.name == "cli":  # where the command itself stands
@@ -23,4 +22,4 @@ def rooms() -> str:
         purpose, _, imports, public = text.splitlines()
         cells = (purpose, imports.removeprefix("Imports "), public.removeprefix("Public: "))
         rows.append((f"`{path.parent.name}/`", *cells))
-    return table(rows)
+    return markdown(("room", "purpose", "imports", "public names"), rows)

@@ -1,7 +1,4 @@
-"""What each backend supports, by its own refusals, as if every package and a CUDA device were present.
-
-python -m tools.docs.support
-"""
+"""What each backend supports, by its own refusals, as if every package and a CUDA device were present."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import refuse_score_terms
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.shapes import problem_of
+from tools.lib.tables import Table
 
 CAPABILITY, SHARED_BYTES = (9, 0), 232_448  #: an H100's
 #: Codes of refusals about this machine, not about the backend.
@@ -58,26 +56,21 @@ def problems(device: str, pattern: Pattern) -> dict[str, Problem]:
     }
 
 
-def table() -> list[str]:
-    """Markdown lines: a row for each backend and device that it runs on."""
-    columns = list(problems("cpu", Dense()))
-    lines = ["| backend | on | " + " | ".join(columns) + " | head_dim |", "|---" * (len(columns) + 3) + "|"]
-    for name in registry.names():
-        if name not in (*registry.BUILT_IN, registry.LAST_RESORT):
-            continue
-        for device in ("cpu", "cuda"):
-            lines += _row(name, device)
-    return lines
+def table() -> Table:
+    """A row for each backend and device that it runs on."""
+    known = [name for name in registry.names() if name in (*registry.BUILT_IN, registry.LAST_RESORT)]
+    rows = [row for name in known for device in ("cpu", "cuda") for row in _row(name, device)]
+    return Table(("backend", "on", *problems("cpu", Dense()), "head_dim"), rows)
 
 
-def _row(name: str, device: str) -> Iterator[str]:
+def _row(name: str, device: str) -> Iterator[tuple[str, ...]]:
     patterns = problems(device, Dense())
     pattern = next((each for column, each in PATTERNS.items() if _takes(name, patterns[column])), Dense())
     by_column = problems(device, pattern)
     takes = {column: _takes(name, problem) for column, problem in by_column.items()}
     if any(takes.values()):
-        cells = ["yes" if taken else "-" for taken in takes.values()]
-        yield f"| `{name}` | {device.upper()} | {' | '.join(cells)} | {_head_dims(name, by_column, takes)} |"
+        cells = ("yes" if taken else "-" for taken in takes.values())
+        yield f"`{name}`", device.upper(), *cells, _head_dims(name, by_column, takes)
 
 
 def _head_dims(name: str, by_column: dict[str, Problem], takes: dict[str, bool]) -> str:
@@ -98,11 +91,3 @@ def _takes(name: str, problem: Problem) -> bool:
         backend = registry.load(name)
         codes = {refusal.code for refusal in (*refuse_score_terms(backend, problem), *backend.refusals(problem))}
     return not codes - ABSENT
-
-
-def main() -> None:
-    print(*table(), sep="\n")
-
-
-if __name__ == "__main__":
-    main()

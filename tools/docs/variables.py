@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attn_dispatch import settings
 from attn_dispatch.settings import Number
-from tools.lib.tables import table
+from tools.lib.tables import markdown
 
 NUMBERS = {value.variable: value for value in vars(settings).values() if isinstance(value, Number)}
 #: The default and the allowed values of the other variables.
@@ -51,10 +51,9 @@ MEANING = {
 
 def variables() -> str:
     """A row for each."""
-    head = ("variable", "default", "may be", "meaning")
-    rows: list[tuple[str, ...]] = [head, ("---",) * len(head)]
+    rows = []
     for name, meaning in MEANING.items():
         number = NUMBERS.get(name)
         default, allowed = OTHERS[name] if number is None else (f"{number.default:g}", number.what)
         rows.append((f"`{name}`", default, allowed, meaning))
-    return table(rows)
+    return markdown(("variable", "default", "may be", "meaning"), rows)

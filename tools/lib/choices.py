@@ -2,7 +2,7 @@
 candidate.
 
     python -m tools.lib.choices NUMBER ...
-    python -m tools.lib.choices --judge '{"names": {NUMBER: ["native@natural", ...], ...}, "seconds": 3, "compiled": 0}'
+    python -m tools.lib.choices --judge '{"names": {NUMBER: ["native@natural", ...], ...}, "seconds": 3}'
 
 Prints one line of JSON: what each problem's first call took and chose, or the times of all that can run it.
 """
@@ -19,17 +19,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from attn_dispatch import attend, explain
-from attn_dispatch.kernels import registry
 from attn_dispatch.machine import load
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, Request, first_call_ms
-from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import Oracle
 from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.lib.common import timing
 from tools.lib.models import Planned, planned
 
-JUDGED_S, JUDGED_ROUNDS = 1.5, 7  #: of `times_of`
 HOPELESS = 3.0  #: ratio to the fastest by two samples, from which a candidate is not timed further
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 300  #: of `judgement`
 SEED = 1  #: of its tensors; trials draw others
@@ -62,12 +60,11 @@ def tuned(folder: str, which: Sequence[int], **variables: str) -> list[dict[str,
     return found
 
 
-def judged(names: Mapping[int, Collection[str]], seconds: float, compiled: bool) -> dict[str, dict[str, Any]]:
+def judged(names: Mapping[int, Collection[str]], seconds: float) -> dict[str, dict[str, Any]]:
     """`judgement` of each of these problems, by number, in a new process."""
     given = {
         "names": {number: sorted(each) for number, each in names.items()},
         "seconds": seconds,
-        "compiled": compiled,
     }
     command = [sys.executable, "-m", "tools.lib.choices", "--judge", json.dumps(given)]
     found: dict[str, dict[str, Any]] = _last_line(command, dict(os.environ))
@@ -87,13 +84,12 @@ def wait_until_calm(most_s: float = 60.0) -> None:
 
 
 def first_call(one: Planned) -> dict[str, Any]:
-    """CPU and wall seconds of the first call, and of a later one; the choice, and the rows by candidate."""
+    """CPU and wall seconds of the first call, and of a later one; the choice."""
     example = one.example()
     first = _timed(one, example)
     later = min((_timed(one, example) for _ in range(3)), key=lambda each: each["cpu_s"])
     masks: dict[str, Any] = dict(example.masks)
     found = explain(example.q, example.k, example.v, one.pattern, **masks)
-    rows = {f"{row.backend}@{row.order}": [row.status, row.median_ms, row.reason] for row in found.candidates}
     return {
         "title": found.problem,
         "first": first,
@@ -101,8 +97,6 @@ def first_call(one: Planned) -> dict[str, Any]:
         "choice": [found.choice, found.order],
         "source": found.source,
         "provisional": found.provisional,
-        "load": found.load,
-        "rows": rows,
     }
 
 
@@ -115,32 +109,20 @@ def _timed(one: Planned, example: Example) -> dict[str, float]:
     return {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
 
 
-def times_of(one: Planned, names: Sequence[str]) -> dict[str, float]:
-    """Median milliseconds of these candidates (BACKEND@ORDER), interleaved."""
-    example = make(one.problem())
-    guard.end_idle_threads()
-    calls = {name: example.call(registry.load(name.split("@")[0]), name.split("@")[1]) for name in names}
-    found = time_in_rounds(
-        calls, budget_s=JUDGED_S, min_rounds=JUDGED_ROUNDS, max_rounds=40 * JUDGED_ROUNDS, hopeless=None, margin=0.0
-    )
-    return {name: found.timings[name].median_ms for name in names}
-
-
-def judgement(one: Planned, names: Collection[str], seconds: float, compiled: bool) -> dict[str, Any]:
+def judgement(one: Planned, names: Collection[str], seconds: float) -> dict[str, Any]:
     """The times of all candidates (BACKEND@ORDER) that can run this problem, interleaved: none of them is retired,
     but those that two samples show to be over `HOPELESS` times slower.
 
     Args:
         names: candidates that are timed in any case.
         seconds: of rounds; more where that is short of `FEWEST_ROUNDS`.
-        compiled: whether candidates are timed that are compiled for this problem, for seconds.
     """
     example = one.example(SEED)
     found = {f"{each.name}@{each.order}": each for each in Request.of(example.problem).candidates}
     refused = {name: each.row.reason for name, each in found.items() if each.row is not None}
     able = {name: each for name, each in found.items() if name not in refused}
     slow = {name for name, each in able.items() if first_call_ms(each, example.problem) and name not in names}
-    left_out = [] if compiled else sorted(slow)
+    left_out = sorted(slow)
     first_ms, wrong = checked(example, {name: each for name, each in able.items() if name not in left_out})
     guard.end_idle_threads()
     calls = {name: example.call(*able[name].backend_and_order) for name in first_ms}
@@ -193,7 +175,7 @@ if __name__ == "__main__":
         print(
             json.dumps(
                 {
-                    number: judgement(every[int(number)], names, given["seconds"], given["compiled"])
+                    number: judgement(every[int(number)], names, given["seconds"])
                     for number, names in given["names"].items()
                 }
             )

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from attn_dispatch.tuning.intervals import Timing
+    from tools.lib.tables import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
 #: When this process began, and the load of the last minute then, before it added its own; None where unknown.
@@ -27,12 +30,16 @@ def parser(description: str | None, default: str) -> argparse.ArgumentParser:
     return found
 
 
-def write(path: Path, figures: dict[str, Any], device: str = "cpu", whole: bool = True) -> None:
-    """Write figures with the machine, versions, commit and load they were measured with, and print the path.
+def write(
+    path: Path, figures: dict[str, Any], tables: Callable[[Any], Iterable[Table]] | None = None, whole: bool = True
+) -> None:
+    """Print the tables of figures; write these with the machine, versions, commit and load they were measured with.
 
     Args:
         whole: whether these are all figures of the file: a part alone does not replace a file of `RESULTS`.
     """
+    for table in tables(figures) if tables is not None else ():
+        table.show()
     if not whole and path.resolve().is_relative_to(RESULTS.resolve()):
         print(f"a part of the figures: {path.name} is left as it is; -o FILE writes them")
         return
@@ -40,7 +47,7 @@ def write(path: Path, figures: dict[str, Any], device: str = "cpu", whole: bool 
 
     from attn_dispatch.machine.hardware import hardware, provenance, silicon
 
-    where = torch.device(device)
+    where = torch.device("cpu")
     file = {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "took_s": round((datetime.now(UTC) - STARTED).total_seconds(), 1),

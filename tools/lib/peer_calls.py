@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import attend
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import pair_count, problem_of
-from tools.lib.ranks import together
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -197,27 +195,6 @@ def _flex_neighborhood(problem: Problem) -> Callable[..., Tensor]:
     return lambda h, i, j: (near(i // side, j // side) & near(i % side, j % side)).int()
 
 
-def _context_parallel(problem: Problem) -> Call:
-    """Asks two ranks in processes of their own, which rounds in one process could not time: it raises what they say."""
-    raised = together(_on_a_rank, 2, problem)[0]
-    raise NotImplementedError(raised or "computes on two ranks, which are not timed here: see tools.bench.ring")
-
-
-def _on_a_rank(problem: Problem) -> str:
-    """What PyTorch's ring raises over the ranks of the group; empty if nothing."""
-    tensors = importlib.import_module("torch.distributed.tensor.experimental")
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    shape = problem.batch, problem.heads, problem.q_len, problem.head_dim
-    q, k, v = heads = [torch.zeros(shape, dtype=problem.dtype) for _ in range(3)]
-    try:
-        with tensors.context_parallel(mesh, buffers=heads, buffer_seq_dims=[2] * 3):
-            # By its module, in which the context replaces it.
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    except Exception as error:  # noqa: BLE001 - it may refuse in any way
-        return str(error)
-    return ""
-
-
 FLEX_COUNTS: dict[type, Callable[[Problem], Callable[..., Tensor]]] = {
     Dense: _flex_dense,
     Window: _flex_window,
@@ -311,7 +288,6 @@ ATTEND = "attn-dispatch"
 PEERS = (
     Peer(ATTEND, "attend(), after its measurement", tuple(PROBLEMS), _attend, "attn-dispatch"),
     Peer("SDPA", "scaled_dot_product_attention(is_causal=True)", ("dense causal",), _sdpa),
-    Peer("context_parallel", "SDPA in torch's context_parallel, two ranks", ("dense causal",), _context_parallel),
     Peer(
         "SDPA + mask", "scaled_dot_product_attention(attn_mask=...), the mask made before",
         ("window", LONGNET, "neighborhood"), _masked, all_pairs=True, bytes=_mask_bytes,

@@ -1,10 +1,73 @@
-"""Rows as a table in Markdown."""
+"""Tables of results: text in columns and rows, as Markdown in the documentation and as a table on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Join rows; the second row is the separator below the head."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of text, below a title and a sentence or two.
+
+    Without columns it is that text alone, or `lines` as a program printed them.
+    """
+
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    about: str = ""
+    title: str = ""
+    lines: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        parts = [f"### {self.title}"] if self.title else []
+        parts += [self.about] if self.about else []
+        if self.lines:
+            parts.append("\n".join(("```text", *self.lines, "```")))
+        if self.columns:
+            parts.append(markdown(self.columns, self.rows))
+        return "\n\n".join(parts)
+
+    def show(self) -> None:
+        """Print it, unless its columns have no rows."""
+        from rich.console import Console
+        from rich.table import Table as Shown
+
+        if self.columns and not self.rows:
+            return
+        shown = Shown(title=self.title or None)
+        for column in self.columns:
+            shown.add_column(column, overflow="fold")
+        for row in self.rows:
+            shown.add_row(*row)
+        console = Console(markup=False, width=None if sys.stdout.isatty() else 160)
+        console.print(*([shown] if self.columns else []), "\n".join((self.about, *self.lines)))
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown. No cell may hold a `|`."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+# --- cells ------------------------------------------------------------------------------------------------------------
+
+
+def direction(row: Mapping[str, Any]) -> str:
+    return "forward + backward" if row.get("backward") else "forward"
+
+
+def ms(timing: Mapping[str, Any], digits: int = 0) -> str:
+    return f"{timing['median_ms']:,.{digits}f} ms"
+
+
+def interval(ratio: Mapping[str, Any] | None, digits: int = 2) -> str:
+    """A median with both ends of its interval; "-" for None."""
+    if ratio is None:
+        return "-"
+    return "{median:.{0}f} ({low:.{0}f} to {high:.{0}f})".format(digits, **ratio)
+
+
+def megabytes(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -1,5 +1,4 @@
-"""Write the stored decisions into one file, for other machines of the same kind. The same decisions give the same
-bytes."""
+"""Write the stored decisions into one file, for other machines of the same kind; the same ones give the same bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import argparse
 import errno
 import os
 import sys
-from contextlib import redirect_stdout
 
 from attn_dispatch.cli import stored, urls
 from attn_dispatch.cli.tables import print_json
@@ -18,12 +16,11 @@ from attn_dispatch.store.bundle import write_bundle
 EXAMPLE = """examples:
   attn-dispatch export decisions.json
   attn-dispatch export s3://bucket/decisions.json --silicon cuda-sm90
-      decisions of one kind of device, to any URL that fsspec supports; 'attn-dispatch doctor' lists this machine's
-      fingerprints"""
+      of one kind of device, to any URL that fsspec supports; 'attn-dispatch doctor' lists this machine's kinds"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    where = "file to write; a name with :// in it is a URL"
+    where = "file to write, or a URL (with ://)"
     parser.add_argument("place", metavar="FILE-or-URL", type=urls.target, help=where)
     silicon = "only decisions of devices whose fingerprint starts with PREFIX, such as cuda-sm90 or cpu-amd-epyc"
     parser.add_argument("--silicon", metavar="PREFIX", default="", help=silicon)
@@ -40,11 +37,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"attn-dispatch export: no decision in {folder} matches --silicon and --key", file=sys.stderr)
         return 1
     content = write_bundle(found)
-    try:
-        urls.write(args.place, content)
-    except urls.Unreachable as error:
-        raise AttnDispatchError(f"{args.place} cannot be written: {error}") from error
-    with redirect_stdout(urls.beside(args.place)):
+    urls.write(args.place, content)
+    with urls.beside(args.place):
         if args.json:
             print_json({"folder": str(folder), "place": args.place, "decisions": len(found), "bytes": len(content)})
         else:

@@ -1,49 +1,49 @@
-"""Merge decisions from files into the stored ones: bundles that `export` wrote, single decisions, or folders of
-either. Each candidate's latest measurement is stored, in whatever order files are read; no candidate is lost. What was
-measured on this machine stays. Imported decisions are used once a short check on this machine has confirmed them.
-Where some for this processor run by `native`, it is compiled."""
+"""Merge decisions from files into the stored ones: each candidate's latest measurement counts, in whatever order files
+are read, and what was measured on this machine stays. Imported decisions are used once a short check here has confirmed
+them. Where some for this processor run by `native`, it is compiled."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from attn_dispatch.cli import urls
-from attn_dispatch.cli.tables import print_json
+from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import Damaged, Decision, from_elsewhere
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.plausible import why_refused
-from attn_dispatch.text import align, printable
+from attn_dispatch.text import printable
 
 EXAMPLE = """examples:
   attn-dispatch import decisions.json
   attn-dispatch import s3://bucket/decisions.json /home/other/.cache/attn-dispatch
-      exit code 1 if a file or a decision in it could not be read, or holds a time that no such machine can reach"""
+      exit code 1 if some could not be read, or holds a time that no such machine can reach"""
 
 OUTCOMES = ("added", "merged", "unchanged", "refused")
 
 
 class Source(NamedTuple):
-    """One argument: the number of its decisions by outcome, and the refused ones with their reasons.
-
-    `native`: the silicons of those that run by `native`.
-    """
+    """One argument: the outcome of each of its decisions, what was refused with reasons, the silicons of `native`."""
 
     name: str
-    counts: dict[str, int]
+    outcomes: list[str]
     refused: list[Refused]
     native: set[str]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {how: self.outcomes.count(how) for how in OUTCOMES}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("places", metavar="FILE-or-URL", nargs="+",
-        help="a file, a folder (another cache folder, too) or a URL, which is a name with :// in it")  # fmt: skip
+        help="a file that export wrote, a single decision, a folder of either, or a URL (with ://)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,22 +51,31 @@ def run(args: argparse.Namespace) -> int:
     sources = [_import(name, Store(folder)) for name in args.places]
     kernel = _native(set.union(*(source.native for source in sources)))
     if args.json:
-        found = {"folder": str(folder), "native": kernel, **_total(sources)}
-        print_json({**found, "sources": [_to_dict(source) for source in sources]})
+        total = {how: sum(source.counts[how] for source in sources) for how in OUTCOMES}
+        print_json({"folder": str(folder), "native": kernel, **total, "sources": list(map(_to_dict, sources))})
     else:
-        print(*_lines(sources), f"stored in {folder}", *[f"native: {kernel}"] * bool(kernel), sep="\n")
+        rows = [[source.name, *map(str, source.counts.values())] for source in sources]
+        print(*Table(("from", *OUTCOMES), rows, {0}).lines(), "", sep="\n")
+        for what, reason in (refused for source in sources for refused in source.refused):
+            print(printable(f"refused   {what}: {reason}"))
+        print(f"stored in {folder}", *([f"native: {kernel}"] if kernel else []), sep="\n")
     return 1 if any(source.refused for source in sources) else 0
 
 
+def _to_dict(source: Source) -> dict[str, Any]:
+    reasons = [{"what": what, "reason": reason} for what, reason in source.refused]
+    return {"name": source.name, **source.counts, "reasons": reasons}
+
+
 def _import(name: str, store: Store) -> Source:
-    source = Source(name, dict.fromkeys(OUTCOMES, 0), [], set())
+    source = Source(name, [], [], set())
     for found in _decisions(name):
         how = found if isinstance(found, Refused) else _store(found, store)
         if isinstance(how, Refused):
             source.refused.append(how)
         elif isinstance(found, Decision) and found.choice == "native":
             source.native.add(found.silicon)
-        source.counts["refused" if isinstance(how, Refused) else how] += 1
+        source.outcomes.append("refused" if isinstance(how, Refused) else how)
     return source
 
 
@@ -113,26 +122,8 @@ def _store(decision: Decision, store: Store) -> str | Refused:
     if why:
         return Refused(what, why)
     try:
-        return store.add(from_elsewhere(decision, "imported")).how
+        return store.add(from_elsewhere(decision, "imported"))
     except OSError as error:
         return Refused(what, f"cannot be stored: {error.strerror or error}")
     except Damaged as error:
         return Refused(what, str(error))
-
-
-def _total(sources: Sequence[Source]) -> dict[str, int]:
-    return {how: sum(source.counts[how] for source in sources) for how in OUTCOMES}
-
-
-def _to_dict(source: Source) -> dict[str, Any]:
-    return {
-        "name": source.name,
-        **source.counts,
-        "reasons": [{"what": what, "reason": reason} for what, reason in source.refused],
-    }
-
-
-def _lines(sources: Sequence[Source]) -> list[str]:
-    rows = [[source.name, *(str(source.counts[how]) for how in OUTCOMES)] for source in sources]
-    reasons = [printable(f"refused   {what}: {reason}") for source in sources for what, reason in source.refused]
-    return [*align([["from", *OUTCOMES], *rows], {0}), "", *reasons]

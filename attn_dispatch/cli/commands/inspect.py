@@ -12,7 +12,7 @@ import msgspec
 
 from attn_dispatch import settings
 from attn_dispatch.cli import regrets, stored, thresholds
-from attn_dispatch.cli.tables import print_json, table
+from attn_dispatch.cli.tables import HEAD, KEY_DIGITS, Table, cells, print_json
 from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.settings import NO_HOME, cache_folder
@@ -24,10 +24,9 @@ EXAMPLE = """examples:
   attn-dispatch inspect --key 3f9a
       one decision in full; keys are in the first column of the table
   attn-dispatch inspect --regret
-      each decision predicted from the others of its group: how much slower the learned choice is than the best
+      each decision predicted from the others of its group
   attn-dispatch inspect --thresholds
-      sequence lengths above which a token order such as hilbert is faster, with a plot; needs measurements of
-      'attn-dispatch profile --thresholds'"""
+      lengths above which a token order such as hilbert is faster, with a plot; 'profile --thresholds' measures"""
 
 Stored = tuple[Path, Decision]
 
@@ -85,18 +84,18 @@ def _print_groups(found: list[Stored]) -> None:
     by_silicon = sorted(found, key=lambda pair: pair[1].silicon)  # stable: the newest stay first
     for silicon, group in groupby(by_silicon, key=lambda pair: pair[1].silicon):
         pairs = list(group)
-        explanations = [Explanation.of(decision) for _, decision in pairs]
-        devices = dict.fromkeys(explanation.device for explanation in explanations)
+        devices = dict.fromkeys(Explanation.of(decision).device for _, decision in pairs)
         print(*(printable(f"device    {device}") for device in devices), f"silicon   {silicon}", "", sep="\n")
-        print(*table(explanations, [_when(decision) for _, decision in pairs]), "", sep="\n")
-        print(f"stored in {_silicon_folder(pairs[0])}", "", sep="\n")
+        print(*_table(pairs).lines(), "", sep="\n")
+        folder = next(folder for folder in pairs[0][0].parents if folder.name == silicon)
+        print(f"stored in {folder}", "", sep="\n")
     print(f"{len(found)} decisions; 'attn-dispatch inspect --key KEY' shows one in full")
 
 
-def _silicon_folder(pair: Stored) -> Path:
-    """The folder with the decisions of the same silicon."""
-    path, decision = pair
-    return next(folder for folder in path.parents if folder.name == decision.silicon)
+def _table(pairs: list[Stored]) -> Table:
+    """A row for each decision: its key, what a row of `profile` has, and when it was measured."""
+    rows = [[each.key[:KEY_DIGITS], *cells(Explanation.of(each)), _when(each)] for _, each in pairs]
+    return Table(("key", *HEAD, "measured (UTC)"), rows, {0, 1, 2, 5, 6})
 
 
 def _when(decision: Decision) -> str:

@@ -1,5 +1,5 @@
 """Find the longest sequence that fits. Each length is tried in a process of its own that can take no more memory than
---memory, and never more than 80 % of what is free. Stores no decisions, and measures nothing for them.
+--memory, and never more than 80 % of what is free. Stores no decisions.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.cli import options
-from attn_dispatch.cli.tables import compact, print_json
+from attn_dispatch.cli.tables import Table, compact, print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.text import align, gib, milliseconds, one_line, printable
+from attn_dispatch.text import gib, milliseconds, one_line, printable
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +29,10 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   attn-dispatch limits --segments 2k,4k,8k --dilations 1,2,4 --dtype bf16
-      LongNet's attention in all the memory that is free
   attn-dispatch limits --shape 1,8k,16/4,128 --causal --backward --backend all --memory 8GiB
-      a training step, from 8192 tokens upward, as on a device of 8 GiB; a row for each backend
+      a training step, as on a device of 8 GiB; a row for each backend
   attn-dispatch limits --lengths 64k:1M --window 4k --max-seconds 10
-      between 65536 and 1048576 tokens, in calls of 10 s at most
+      in calls of 10 s at most
 
 Ctrl-C prints what was found; so does SIGTERM."""
 
@@ -54,12 +54,11 @@ GUESSED = (
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(
         parser,
-        "The search goes upward from N of --shape, or from A to B of --lengths, whatever lies between; of a list, from "
-        "its least to its largest; by default from 1024.",
+        "The search goes upward from N of --shape, by default 1024, or from the least to the largest of --lengths.",
     )
     add = parser.add_argument
-    add("--backend", metavar="NAME", help="this one, or 'all' for a row each; by default the one that attend() takes "
-        "at each length without measuring")  # fmt: skip
+    backend = "this one, or 'all' for a row each; by default what attend() takes at each length without measuring"
+    add("--backend", metavar="NAME", help=backend)
     add("--memory", metavar="SIZE", type=options.size,
         help="for q, k, v, results and workspace together, such as 8GiB; by default, and at most, 80 %% of what is "
         "free")  # fmt: skip
@@ -144,8 +143,6 @@ def _memory(args: argparse.Namespace, device: torch.device) -> int:
 def _search(
     args: argparse.Namespace, singles: list[argparse.Namespace], memory_bytes: int, searches: list[Search]
 ) -> None:
-    from functools import partial
-
     from rich.console import Console
 
     from attn_dispatch.cli.longest import Search, Tried
@@ -170,10 +167,10 @@ def _search(
 
 
 def _progress(tried: Tried) -> str:
-    start = f"{tried.tokens:,} tokens" + f" with {tried.backend}" * bool(tried.backend)
+    start = f"{tried.tokens:,} tokens" + (f" with {tried.backend}" if tried.backend else "")
     if tried.seconds is None:
         return f"{start}: {tried.reason}"
-    return f"{start}: {milliseconds(tried.seconds * 1e3)}" + f", {_bytes(tried.peak_bytes)}" * bool(tried.peak_bytes)
+    return f"{start}: {milliseconds(tried.seconds * 1e3)}, memory {_bytes(tried.peak_bytes)}"
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -183,7 +180,7 @@ def _lines(searches: list[Search], device: torch.device, memory_bytes: int) -> l
     groups: dict[str, list[list[str]]] = {}
     for each in searches:
         groups.setdefault(_title(each), []).append(_cells(each))
-    lines = iter(align([list(HEAD), *(row for rows in groups.values() for row in rows)], LEFT))
+    lines = iter(Table(HEAD, [row for rows in groups.values() for row in rows], LEFT).lines())
     found = [f"device   {device}, {gib(memory_bytes)} at most", "", next(lines)]
     for title, rows in groups.items():
         found += ["", title, *(next(lines) for _ in rows)]
@@ -206,7 +203,7 @@ def _cells(search: Search) -> list[str]:
     cells.append("-" if search.estimate is None else f"{search.estimate:,}")
     if failed is None:
         return [*cells, "-", "the longest that was asked for" if search.complete else "not finished"]
-    by_other = f"{failed.backend}: " * (failed.backend not in ("", backend))
+    by_other = "" if failed.backend in ("", backend) else f"{failed.backend}: "
     return [*cells, f"{failed.tokens:,}", by_other + failed.reason]
 
 

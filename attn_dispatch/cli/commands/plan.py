@@ -8,13 +8,14 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_dispatch.cli import options
-from attn_dispatch.cli.tables import print_json
+from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.text import align, gib, milliseconds, printable
+from attn_dispatch.ring.rows.layout import KINDS
+from attn_dispatch.text import gib, milliseconds, printable
 
 if TYPE_CHECKING:
     from attn_dispatch.ring.plan.forecast import Forecast
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   attn-dispatch plan --tokens 512M --ranks 64 --segments 2k,64M --dilations 1,32k --dtype bf16 --link 50 --rate 200
-      half a billion tokens over 64 ranks, each with a 50 GB/s link each way and 200 TFLOP/s
+      half a billion tokens over 64 ranks
   attn-dispatch plan --tokens 1M --ranks 1,2,4,8 --causal --layout zigzag --backward --link 10
-      a training step on 1 to 8 ranks, at the rate measured on this machine"""
+      a training step, at the rate measured on this machine"""
 
-KINDS = ("contiguous", "zigzag")
 HEAD = ("ranks", "exchange", "memory", "buffers", "sends", "all send", "time", "tokens/s", "speed-up", "verdict")
 LEFT = {1, 9}
 EXPLAINED = (
@@ -40,39 +40,24 @@ EXPLAINED = (
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", metavar="N", type=options.count, help="sequence length; may end in k or M: 1M is 1048576")
-    add("--ranks", metavar="P,..", type=options.lengths, required=True,
-        help="number of ranks that share the sequence; A:B doubles from A up to B")  # fmt: skip
-    add(
-        "--link",
-        metavar="GB/s",
-        type=options.positive,
-        required=True,
-        help="of each rank, each way; a GB is 10**9 bytes",
-    )
-    add("--rate", metavar="TFLOP/s", type=options.positive,
-        help="rate of each rank on the pattern's query-key pairs; by default that of the fastest backend in the "
-        "nearest decision stored on this machine")  # fmt: skip
+    ranks = "number of ranks that share the sequence; A:B doubles from A up to B"
+    add("--ranks", metavar="P,..", type=options.lengths, required=True, help=ranks)
+    link = "of each rank, each way; a GB is 10**9 bytes"
+    add("--link", metavar="GB/s", type=options.positive, required=True, help=link)
+    rate = "of each rank on query-key pairs; by default of the fastest backend in the nearest decision stored here"
+    add("--rate", metavar="TFLOP/s", type=options.positive, help=rate)
     add("--heads", metavar="H", type=options.count, default=options.DEFAULT.heads, help="of q; by default %(default)s")
     add("--kv-heads", metavar="H", type=options.count, help="of k and v; by default as many as q has")
     add("--head-dim", metavar="D", type=options.count, default=options.DEFAULT.head_dim, help="by default %(default)s")
     add("--batch", metavar="B", type=options.count, default=1, help="by default %(default)s")
     add("--dtype", metavar="T", type=options.dtypes, help="by default as for 'attn-dispatch profile'")
     add("--device", metavar="D", help="device of every rank; by default CUDA where available")
-    layout = "one chunk of tokens for each rank, or an early and a late one, which balances causal work"
+    layout = "one chunk for each rank, or an early and a late one, which balances causal work"
     add("--layout", choices=KINDS, default=KINDS[0], help=layout)
-    add("--backward", dest="with_backward", action="store_true", help="predict forward and backward")
+    add("--backward", action="store_const", const="yes", help="predict forward and backward")
     add("--lse", action="store_true", help="return lse; with --backward, lse has a gradient too")
-    add("--segments", metavar="W,..", type=options.counts, help="dilated attention: tokens per segment of each branch")
-    add("--dilations", metavar="R,..", type=options.counts, help="dilated attention: dilation rate of each branch")
-    add("--grid", metavar="H,W", type=options.counts, help="neighborhood attention: tokens per axis; sets --tokens")
-    window = (
-        "with --grid: width of the neighborhood; without: LEFT,RIGHT of a sliding window, 'none' for no limit; "
-        "LEFT,RIGHT,SINKS adds the first keys"
-    )
-    add("--window", metavar="W,..", type=options.window, help=window)
-    add("--edges", choices=options.EDGES, help=f"with --grid: {options.EDGES_HELP}")
-    add("--stride", metavar="S,..", type=options.counts, help=f"with --grid: {options.STRIDE_HELP}")
-    add("--causal", dest="is_causal", action="store_true", help="mask the keys after each query")
+    options.add_patterns(add)
+    add("--causal", action="store_const", const="yes", help="mask the keys after each query")
 
 
 class RankForecasts(NamedTuple):
@@ -105,10 +90,7 @@ def _problem(args: argparse.Namespace) -> Problem:
     tokens = math.prod(args.grid) if args.tokens is None else args.tokens
     shape = options.Shape(args.batch, tokens, args.heads, args.kv_heads or args.heads, args.head_dim)
     args.shape, args.lengths = [shape], None
-    args.causal, args.backward = "yes" if args.is_causal else None, "yes" if args.with_backward else None
     (problem,) = options.problems_of(args)
-    from dataclasses import replace
-
     return replace(problem, return_lse=args.lse)
 
 
@@ -158,7 +140,7 @@ def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
     if rate is not None:
         found.append(f"rate      {rate.operations_per_s / 1e12:.3g} TFLOP/s for each rank ({rate.source})")
     rows = [_cells(problem, plan, each, plans[0]) for plan in plans for each in plan.forecasts]
-    found += ["", *align([list(HEAD), *rows], LEFT), "", *EXPLAINED]
+    found += ["", *Table(HEAD, rows, LEFT).lines(), "", *EXPLAINED]
     most = max((each.memory.setup_bytes for plan in plans for each in plan.forecasts if each.memory), default=0)
     if most:
         found.append(f"first call: about {gib(most)} more on each rank's host, to compute which rows go where")
@@ -171,9 +153,8 @@ def _cells(problem: Problem, plan: RankForecasts, forecast: Forecast, first: Ran
         return [*start, *"-" * 7, f"no: {forecast.reason}"]
     memory, best, base = forecast.memory, _best(plan), _best(first)
     figures = [memory.peak_bytes, memory.buffer_bytes, forecast.shipped_bytes or 0, forecast.shipped_total_bytes or 0]
-    times = ["-"] * 3
-    if forecast.seconds and base is not None and base.seconds:
-        speed = problem.batch * problem.q_len / forecast.seconds
+    times, speed = ["-"] * 3, _speed(problem, forecast)
+    if forecast.seconds and speed and base is not None and base.seconds:
         times = [milliseconds(forecast.seconds * 1e3), f"{speed:,.0f}", f"{base.seconds / forecast.seconds:.2f}x"]
     return [*start, *map(gib, figures), *times, "fastest" if forecast is best else ""]
 
@@ -200,5 +181,9 @@ def _to_dict(
 
 
 def _forecast_dict(problem: Problem, forecast: Forecast) -> dict[str, Any]:
-    speed = problem.batch * problem.q_len / forecast.seconds if forecast.seconds else None
-    return {**asdict(forecast), "serves": not forecast.reason, "tokens_per_s": speed}
+    return {**asdict(forecast), "serves": not forecast.reason, "tokens_per_s": _speed(problem, forecast)}
+
+
+def _speed(problem: Problem, forecast: Forecast) -> float | None:
+    """Tokens per second."""
+    return problem.batch * problem.q_len / forecast.seconds if forecast.seconds else None

@@ -6,17 +6,15 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds, urls
-from attn_dispatch.cli.tables import full_table, no_backend, print_json, refused_by_all
+from attn_dispatch.cli.tables import full_table, left_for_full, no_backend, print_json, refused_by_all, winners
 from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.learning.speedups import SpeedupSeries, family_of, family_title
+from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_of, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.store.folder import Store
@@ -28,22 +26,18 @@ if TYPE_CHECKING:
 
 EXAMPLE = """examples:
   attn-dispatch profile --quick
-      a few problems of every kind, in under a minute
   attn-dispatch profile --lengths 1k:32k --causal both --backward
       causal and not, at 1024, 2048, .. 32768 tokens, as in training
   attn-dispatch profile --shape 2,16k,16/4,128 --segments 2k,4k,8k --dilations 1,2,4 --causal
       dilated attention with grouped heads
-  attn-dispatch profile --grid 64,64 --window 7
-      a 7 x 7 neighborhood
   attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
-      the same on grids of about 1024, 2048, .. 65536 tokens: the length above which another token order is faster
+      13 x 13 neighborhoods on grids of about 1024, 2048, .. 65536 tokens
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
-      sequences sharded over 4 ranks; without --sharded, each problem is measured on one of the ranks
+      over 4 ranks; without --sharded, each problem on one of them
   attn-dispatch profile --standard --share FILE
-      what a profile for all machines of this kind needs, in about 20 minutes; CONTRIBUTING.md says where to send it
+      a profile for all machines of this kind; CONTRIBUTING.md says where to send it
   attn-dispatch profile --from problems.jsonl
-      the problems that attn_dispatch.record("problems.jsonl") wrote in a run; most of the budget goes to those that
-      took most of its time
+      those that record("problems.jsonl") wrote in a run, most of the budget for those that took most time
 
 Ctrl-C prints the decisions so far; they stay stored."""
 
@@ -58,99 +52,84 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_options(parser)
     effort = parser.add_mutually_exclusive_group()
     quick = "spend 2 s per problem; without problem options: a few problems of every kind, in under a minute"
-    effort.add_argument("--quick", action="store_true", help=quick)
-    full = "spend as long as it takes; without problem options: the problems of --quick"
-    effort.add_argument("--full", action="store_true", help=full)
+    full = "the same, for as long as it takes"
     standard = (
-        "the problems of a profile for other machines: every kind of pattern, a length of each octave, each dtype"
+        "for a profile of all machines of this kind: every pattern, octave of lengths, dtype and direction; about 20 "
+        "minutes"
     )
-    effort.add_argument("--standard", action="store_true", help=f"{standard}, both directions; in about 20 minutes")
-    thresholds_help = (
-        "find the length above which another token order is faster: measures each problem at --lengths, by default "
-        f"{DEFAULT_LENGTHS}, shortest first, so that longer ones get the rest of the budget"
-    )
-    parser.add_argument("--thresholds", action="store_true", help=thresholds_help)
+    for name, text in (("--quick", quick), ("--full", full), ("--standard", standard)):
+        effort.add_argument(name, action="store_true", help=text)
+    add = parser.add_argument
+    add("--thresholds", action="store_true",
+        help="find the length above which another token order is faster: measures each problem at --lengths, by "
+        f"default {DEFAULT_LENGTHS}, shortest first, so that longer ones get the rest of the budget")  # fmt: skip
     budget = "for all problems together; by default 10 s per problem"
-    parser.add_argument("--budget", metavar="SECONDS", type=_seconds, help=budget)
-    parser.add_argument(
-        "--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote"
-    )
-    blocks = (
-        "first race the block sizes of Triton's kernels for these problems, some minutes for each dtype and head_dim"
-    )
-    parser.add_argument("--blocks", action="store_true", help=f"{blocks}; --full does so on a CUDA device")
+    add("--budget", metavar="SECONDS", type=_seconds, help=budget)
+    add("--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote")
+    blocks = "first race Triton's block sizes, some minutes for each dtype and head_dim; --full does so on CUDA"
+    add("--blocks", action="store_true", help=blocks)
     sharded = "under torchrun: shard each problem's sequence over all ranks, in contiguous or zigzag chunks"
-    parser.add_argument("--sharded", choices=KINDS, help=sharded)
-    parser.add_argument("--force", action="store_true", help="measure again problems that have a decision")
-    share = "then write this device's settled decisions for others, without paths or names; alone, measures nothing"
-    parser.add_argument("--share", metavar="FILE", type=urls.target, help=share)
-    verbose = "with several problems: list every backend in each table, also those that can run none of the problems"
-    parser.add_argument("--verbose", action="store_true", help=verbose)
+    add("--sharded", choices=KINDS, help=sharded)
+    add("--force", action="store_true", help="measure again problems that have a decision")
+    share = "then write this device's decisions for others, without paths or names; alone, measures nothing"
+    add("--share", metavar="FILE", type=urls.target, help=share)
+    add("--verbose", action="store_true", help="list every candidate of every problem")
 
 
 def run(args: argparse.Namespace) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.sharded and ranks == 1:
-        raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
-    if args.blocks and ranks > 1:
-        raise InvalidInput("--blocks races on one device: run it once without torchrun; all ranks then use the result")
-    if args.share and ranks > 1:
-        raise InvalidInput("--share writes the decisions of one process: leave it, or run without torchrun")
+    _check_ranks(args, ranks)
     problems = [] if _only_shares(args) else _problems(args)
     explanations: list[Explanation] = []
     interrupted = False
-    budget_s = _budget(args, len(problems))
     try:
-        if ranks > 1:
-            problems = _measured_by_ranks(args, problems, ranks, budget_s, explanations)
-        elif problems:
-            _measured(args, problems, budget_s, explanations)
+        if problems:
+            problems = _measured(args, problems, ranks, explanations)
     except KeyboardInterrupt:
         interrupted = True
-    folders, unstored = _folders(problems, explanations), Store(settings.cache_folder()).why_unstored()
-    if explanations and not folders:
+    unstored = Store(settings.cache_folder()).why_unstored()
+    if explanations and all(each.choice is None for each in explanations):
         unstored = unstored or "no decision was measured"
     if ranks > 1 and os.environ.get("RANK", "0") != "0":
         return 1 if interrupted or unstored else 0  # only rank 0 prints
     if interrupted:
         done = f"{len(explanations)} of {len(problems)} problems are decided"
         print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
-    series = _series(problems) if args.thresholds else None
-    shared = _share(args) if args.share and args.json else None
-    with redirect_stdout(urls.beside(args.share or "")):
-        if args.json:
-            _print_json(explanations, interrupted, unstored, series, shared)
-        else:
-            _print_tables(explanations, args.verbose)
-            if explanations:
-                print(_summary(explanations, folders, unstored))
-            if series is not None:
-                print("", *thresholds.lines(series), sep="\n")
-            if args.share:
-                _print_shared(args)
+    with urls.beside(args.share or ""):
+        _print(args, problems, explanations, interrupted, unstored)
     return 1 if interrupted or unstored or any(explanation.choice is None for explanation in explanations) else 0
 
 
-def _print_shared(args: argparse.Namespace) -> None:
-    shared = _share(args)
-    print(f"{shared['decisions']} decisions of {shared['silicon']} written to {args.share}")
-    for why, count in shared["left_out"].items():
-        print(f"left out  {count}: {why}")
+def _check_ranks(args: argparse.Namespace, ranks: int) -> None:
+    if args.sharded and ranks == 1:
+        raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
+    if args.blocks and ranks > 1:
+        raise InvalidInput("--blocks races on one device: run it once without torchrun; all ranks then use the result")
+    if args.share and ranks > 1:
+        raise InvalidInput("--share writes the decisions of one process: leave it, or run without torchrun")
 
 
 def _measured(
-    args: argparse.Namespace, problems: list[Problem], budget_s: float | None, explanations: list[Explanation]
-) -> None:
-    from attn_dispatch.profiling import profile  # here, so that usage errors do not wait for torch
+    args: argparse.Namespace, problems: list[Problem], ranks: int, explanations: list[Explanation]
+) -> list[Problem]:
+    """Measure the problems and return them, with `ranks` set where they are sharded."""
+    from attn_dispatch.profiling import profile, profile_over  # here, so that usage errors do not wait for torch
+    from attn_dispatch.ring.link import world
 
-    changed = _race_blocks(problems, args.force) if args.blocks or args.full else False
-    profile(
-        problems,
-        budget_s=budget_s,
-        force=args.force or changed,
-        report=lambda _, explanation: explanations.append(explanation),
-        weights=_weights(args, problems),
-    )
+    how: dict[str, Any] = {
+        "budget_s": _budget(args, len(problems)),
+        "report": lambda _, explanation: explanations.append(explanation),
+        "weights": None if args.record is None else [args.weights[problem] for problem in problems],
+    }
+    if ranks == 1:
+        changed = _race_blocks(problems, args.force) if args.blocks or args.full else False
+        profile(problems, force=args.force or changed, **how)
+        return problems
+    if args.sharded:
+        problems = [replace(problem, ranks=ranks) for problem in problems]
+    with world(problems[0].device.type):
+        profile_over(problems, kind=args.sharded or KINDS[0], force=args.force, **how)
+    return problems
 
 
 def _race_blocks(problems: list[Problem], force: bool) -> bool:
@@ -162,36 +141,6 @@ def _race_blocks(problems: list[Problem], force: bool) -> bool:
 
     there = [problem for problem in problems if problem.device.type == "cuda"]
     return any(outcome.changed for outcome in race_blocks(there, force=force, report=report))
-
-
-def _measured_by_ranks(
-    args: argparse.Namespace,
-    problems: list[Problem],
-    ranks: int,
-    budget_s: float | None,
-    explanations: list[Explanation],
-) -> list[Problem]:
-    """Measure the problems and return them, with `ranks` set where they are sharded."""
-    from attn_dispatch.profiling import profile_over
-    from attn_dispatch.ring.link import world
-
-    weights = _weights(args, problems)
-    if args.sharded:
-        problems = [replace(problem, ranks=ranks) for problem in problems]
-    with world(problems[0].device.type):
-        profile_over(
-            problems,
-            kind=args.sharded or KINDS[0],
-            budget_s=budget_s,
-            force=args.force,
-            report=lambda _, explanation: explanations.append(explanation),
-            weights=weights,
-        )
-    return problems
-
-
-def _weights(args: argparse.Namespace, problems: list[Problem]) -> list[float] | None:
-    return None if args.record is None else [args.weights[problem] for problem in problems]
 
 
 def _only_shares(args: argparse.Namespace) -> bool:
@@ -212,10 +161,7 @@ def _share(args: argparse.Namespace) -> dict[str, Any]:
     if not decisions:
         why = "; ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none is stored"
         raise AttnDispatchError(f"no decision of {here} can be shared: {why}")
-    try:
-        urls.write(args.share, write_bundle(decisions))
-    except urls.Unreachable as error:
-        raise AttnDispatchError(f"--share {args.share}: cannot be written ({error})") from error
+    urls.write(args.share, write_bundle(decisions))
     return {"place": args.share, "silicon": here, "decisions": len(decisions), "left_out": left_out}
 
 
@@ -296,8 +242,9 @@ def _seconds(text: str) -> float:
 
 def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:
     """The stored series of these problems' families: of these lengths, and of those measured before."""
-    families = sorted(set(map(_family, problems)))
-    found = thresholds.of_groups(settings.cache_folder(), (family[:2] for family in families))
+    families, store = set(map(_family, problems)), Store(settings.cache_folder())
+    groups = dict.fromkeys((silicon, group) for silicon, group, _ in families)
+    found = all_series(decision for address in groups for decision in store.group(*address))
     return [each for each in found if (each.silicon, each.group, family_title(each.family)) in families]
 
 
@@ -309,61 +256,63 @@ def _family(problem: Problem) -> tuple[str, str, str]:
     return silicon(problem.device), group_of(plain), family_title(family_of(plain))
 
 
-def _print_json(
+def _print(
+    args: argparse.Namespace,
+    problems: Sequence[Problem],
     explanations: Sequence[Explanation],
     interrupted: bool,
     unstored: str,
-    series: Sequence[SpeedupSeries] | None,
-    shared: dict[str, Any] | None,
 ) -> None:
-    decisions = [explanation.to_dict() for explanation in explanations]
-    extra: dict[str, Any] = {} if series is None else {"thresholds": thresholds.to_dicts(series)}
-    extra |= {} if shared is None else {"shared": shared}
-    about = {"folder": str(settings.cache_folder()), "interrupted": interrupted, "unstored": unstored or None}
-    print_json({"decisions": decisions, **about, **extra})
+    """Print the decisions, the thresholds and what is shared, as far as they were asked for."""
+    series = _series(problems) if args.thresholds else None
+    if args.json:
+        found: dict[str, Any] = {"decisions": [explanation.to_dict() for explanation in explanations]}
+        found |= {"folder": str(settings.cache_folder()), "interrupted": interrupted, "unstored": unstored or None}
+        found |= {} if series is None else {"thresholds": thresholds.to_dicts(series)}
+        print_json(found | ({"shared": _share(args)} if args.share else {}))
+        return
+    _print_tables(explanations, args.verbose)
+    if explanations:
+        print(_summary(explanations, unstored))
+    if series is not None:
+        print("", *thresholds.lines(series), sep="\n")
+    if args.share:
+        shared = _share(args)
+        print(f"{shared['decisions']} decisions of {shared['silicon']} written to {args.share}")
+        print(*(f"left out  {count}: {why}\n" for why, count in shared["left_out"].items()), sep="", end="")
 
 
 def _print_tables(explanations: Sequence[Explanation], verbose: bool) -> None:
+    """A decision in full; of several, a line each, after what the machine cannot run or the budget did not cover."""
     if len(explanations) == 1:
         print(explanations[0], end="\n\n")
-    else:
-        for device in dict.fromkeys(explanation.device for explanation in explanations):
-            here = [explanation for explanation in explanations if explanation.device == device]
-            refused = {} if verbose else refused_by_all(here)
-            print(printable(f"device    {device}"), "", sep="\n")
-            if refused:
-                elsewhere = [name for name, reason in refused.items() if needs_cuda(reason)]
-                rest = [folded(printable(f"  {each}: {refused[each]}")) for each in refused if each not in elsewhere]
-                print("can run none of these problems (--verbose lists them in each table):", *rest, sep="\n")
-                print(*(f"  {line}" for line in cuda_only(elsewhere)), "", sep="\n")
-            print(*full_table(here, but=refused), "", sep="\n")
-        for explanation in explanations:
-            if explanation.choice is None:
-                print(*no_backend(explanation), "", sep="\n")
+        return
+    for device in dict.fromkeys(explanation.device for explanation in explanations):
+        here = [explanation for explanation in explanations if explanation.device == device]
+        found = full_table(here) if verbose else [*_left_out(here), *winners(here).lines()]
+        print(printable(f"device    {device}"), "", *found, "", sep="\n")
+    for explanation in explanations:
+        if explanation.choice is None:
+            print(*no_backend(explanation), "", sep="\n")
 
 
-def _summary(explanations: Sequence[Explanation], folders: Sequence[Path], unstored: str) -> str:
+def _left_out(explanations: Sequence[Explanation]) -> list[str]:
+    """Once: which backends are not for this machine, and which need more time than there was."""
+    refused = refused_by_all(explanations)
+    elsewhere = [name for name, reason in refused.items() if needs_cuda(reason)]
+    lines = [f"  {name}: {reason}" for name, reason in refused.items() if name not in elsewhere]
+    found = [folded(printable(line)) for line in [*lines, *(f"  {line}" for line in cuda_only(elsewhere))]]
+    found = ["not for this machine or these problems:", *found, ""] if found else []
+    longer = ", ".join(f"{name} ({count})" for name, count in left_for_full(explanations).items())
+    more = folded(f"not measured in this time, by number of problems; --full does: {longer}")
+    return [*found, *([more, ""] if longer else [])]
+
+
+def _summary(explanations: Sequence[Explanation], unstored: str) -> str:
     """How many problems are decided, provisionally or not at all, and where that is stored."""
     failed = sum(each.choice is None or each.source in ("learned", "heuristic") for each in explanations)
     provisional, count = sum(bool(each.provisional) for each in explanations), len(explanations)
-    again = " (run it again while nothing else runs)" * (provisional > 0)
+    again = " (run it again while nothing else runs)" if provisional else ""
     counts = f"{count - provisional - failed} decided, {provisional} provisional{again}, {failed} failed"
-    places = [f"stored in {folder}" for folder in folders]
-    places += [f"{'not all' if folders else 'nothing'} is stored: {unstored}"] if unstored else []
-    return "; ".join([f"{count} problem{'s' * (count != 1)}: {counts}", *places])
-
-
-def _folders(problems: Sequence[Problem], explanations: Sequence[Explanation]) -> list[Path]:
-    """The folders in which these decisions are stored."""
-    from attn_dispatch.machine.hardware import silicon
-    from attn_dispatch.spec.groups import group_of
-
-    store = Store(settings.cache_folder())
-    paths: list[Path] = []
-    for problem, each in zip(problems, explanations):
-        group = group_of(problem.to_dict())
-        if problem.ranks == 1:
-            paths.append(store.path(silicon(problem.device), group, each.key))
-        else:  # under the fingerprint of all ranks' machines
-            paths += store.root.glob(f"*/{group}/{each.key}.json")
-    return list(dict.fromkeys(path.parent.parent for path in paths if path.is_file()))
+    stored = f"not stored: {unstored}" if unstored else f"stored in {settings.cache_folder()}"
+    return f"{count} problem{'s' if count != 1 else ''}: {counts}; {stored}"

@@ -1,88 +1,48 @@
-"""Write one HTML page about the stored decisions: tables, plots of time and memory against length, and why each
-candidate lost. It loads nothing from the network; needs: pip install "attn-dispatch[report]".
+"""Write one HTML page about the stored decisions: tables, plots against length, and why each candidate lost. It loads
+nothing from the network; needs: pip install "attn-dispatch[report]".
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import redirect_stdout
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
 
-from attn_dispatch.cli import stored, urls
+from attn_dispatch.cli import machine, stored, urls
 from attn_dispatch.cli.tables import print_json
-from attn_dispatch.errors import AttnDispatchError
 from attn_dispatch.settings import cache_folder
 
 EXAMPLE = """examples:
   attn-dispatch report -o report.html
-  ATTN_DISPATCH_CACHE_DIR=/shared/decisions attn-dispatch report -o decisions.html
-      the decisions of another cache folder"""
+  ATTN_DISPATCH_CACHE_DIR=/shared/decisions attn-dispatch report -o decisions.html"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=urls.target,
-        required=True,
-        help="the page to write; an older one is replaced",
-    )
+    text = "the page to write; an older one is replaced"
+    parser.add_argument("-o", "--output", metavar="FILE", type=urls.target, required=True, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     from attn_dispatch.cli.report import plots
 
     plots.library()  # at once: the rest takes seconds
-    from attn_dispatch.cli.report.page import page
+    from attn_dispatch.cli.report.page import page  # here, with torch
 
     folder = cache_folder()
     decisions = sorted(
         (decision for _, decision in stored.decisions(folder)), key=lambda each: each.created, reverse=True
     )
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    text, left_out = page(decisions, _machine(), folder=str(folder), made=made, version=version("attn-dispatch"))
+    text, left_out = page(decisions, machine.examined(), made=made, version=version("attn-dispatch"))
     content = text.encode(errors="backslashreplace")
     for reason in left_out:
         print(f"attn-dispatch report: left out, since it cannot be shown: {reason}", file=sys.stderr)
     shown = len(decisions) - len(left_out)
-    try:
-        urls.write(args.output, content)
-    except urls.Unreachable as error:
-        raise AttnDispatchError(f"{args.output} cannot be written: {error}") from error
-    with redirect_stdout(urls.beside(args.output)):
+    urls.write(args.output, content)
+    with urls.beside(args.output):
         if args.json:
             print_json({"path": args.output, "bytes": len(content), "decisions": shown, "folder": str(folder)})
         else:
             print(f"{shown} decisions in {args.output} ({len(content) / 1e6:.2f} MB)")
     return 0
-
-
-def _machine() -> Any:
-    from attn_dispatch.cli.commands import doctor
-    from attn_dispatch.cli.report.sections import Machine, Table
-
-    found, report = doctor.examined()
-    unusable = [each for each in report["devices"] if each["unusable"]]
-    return Machine(
-        lines=[
-            *doctor.machine_lines(found),
-            *(f"{each['device']} cannot be used: {each['unusable']}" for each in unusable),
-        ],
-        state=doctor.state(report),
-        tables=[
-            Table("Devices", doctor.DEVICE_HEAD, list(map(doctor.device_cells, report["devices"]))),
-            Table("Backends", doctor.BACKEND_HEAD, list(map(doctor.backend_cells, report["backends"]))),
-        ],
-        quarantine=[
-            Table(name, ("backend", *doctor.QUARANTINE_HEAD), list(map(doctor.quarantine_cells, found)), nothing)
-            for name, found, nothing in (
-                ("Quarantines", report["quarantines"], "Nothing is in quarantine."),
-                ("Strikes", report["strikes"], "No strike counts."),
-            )
-        ],
-        hint=doctor.LIFT_HINT,
-    )

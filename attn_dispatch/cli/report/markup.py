@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import html
-import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+
+from attn_dispatch.cli.tables import Table
 
 VOID = frozenset({"input", "link", "meta"})  #: elements without content
 
@@ -22,10 +20,9 @@ def element(name: str, /, *content: str, **attributes: str | int | float | bool 
     """An element; texts that are not `Html` are escaped. `class_` is class, `data_n` data-n; None adds nothing."""
     words = [name]
     for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        key = key.rstrip("_").replace("_", "-")
-        words.append(key if value is True else f'{key}="{html.escape(str(value))}"')
+        if value is not None and value is not False:
+            key = key.rstrip("_").replace("_", "-")
+            words.append(key if value is True else f'{key}="{html.escape(str(value))}"')
     start = f"<{' '.join(words)}>"
     return Html(start if name in VOID else f"{start}{join(content)}</{name}>")
 
@@ -35,24 +32,20 @@ def join(parts: Iterable[str]) -> Html:
     return Html("".join(part if isinstance(part, Html) else html.escape(part) for part in parts))
 
 
-def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> Html:
-    """A table in a box that scrolls sideways, also by keyboard. The first cell of a row is its heading."""
-    classes = ["n" if at in numeric else "" for at in range(len(head))]
-    names = [element("th", name, scope="col", class_=each or None) for name, each in zip(head, classes)]
-    body = [element("tr", *map(_cell, row, head, classes, range(len(row)))) for row in rows]
-    inner = element(
-        "table", element("caption", caption), element("thead", element("tr", *names)), element("tbody", *body)
-    )
-    return element("div", inner, class_="scroll", role="region", aria_label=caption, tabindex=0)
+def table(made: Table, marked: int | None = None) -> Html:
+    """A table in a box that scrolls sideways, also by keyboard; one row may be marked. A row's first cell names it."""
+    if not made.rows:
+        return element("p", made.nothing)
+    kinds = ["n" if at not in made.left else None for at in range(len(made.head))]
+    head = [element("th", name, scope="col", class_=kind) for name, kind in zip(made.head, kinds)]
+    rows = [
+        element("tr", element("th", row[0], scope="row"), *map(_cell, row[1:], made.head[1:], kinds[1:]),
+                class_="marked" if at == marked else None)
+        for at, row in enumerate(made.rows)
+    ]  # fmt: skip
+    inner = [element("caption", made.caption), element("thead", element("tr", *head)), element("tbody", *rows)]
+    return element("div", element("table", *inner), class_="scroll", role="region", aria_label=made.caption, tabindex=0)
 
 
-def _cell(text: str, name: str, kind: str, at: int) -> Html:
-    if not at:
-        return element("th", text, scope="row")
-    return element("td", text, class_=f"{kind} none".strip() if text == "-" else kind or None, data_name=name)
-
-
-def packed_json(value: Any) -> Html:
-    """JSON as gzip in base64, which ends no script element; browsers unpack it by themselves."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return Html(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
+def _cell(text: str, name: str, kind: str | None) -> Html:
+    return element("td", text, class_=f"{kind or ''} none".strip() if text == "-" else kind, data_name=name)

@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.errors import AttnDispatchError
 from attn_dispatch.spec.orders import EXCHANGES, NATURAL, ORDERS
 
-HEIGHT = 300  #: pixels
-TOKENS = (
-    "datum.value % 1048576 == 0 ? datum.value / 1048576 + 'M' : "
-    "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
-)
-MS = (
-    "datum.value >= 1000 ? format(datum.value / 1000, '.3~g') + ' s' : "
-    "datum.value >= 1 ? format(datum.value, '.3~g') + ' ms' : format(datum.value * 1000, '.3~g') + ' us'"
-)
+SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
+SOFT, LINE = "var(--soft)", "var(--line)"  #: colours of page.css: plots follow the theme without being drawn anew
+DASHED = ([7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [12, 3], [5, 2, 1, 2], [1, 4], [9, 2, 2, 2, 2, 2], [3, 6])
+#: Solid in natural order, another one in each other order.
+DASHES = {NATURAL: [1, 0], **dict(zip((each for each in (*ORDERS, *EXCHANGES) if each != NATURAL), cycle(DASHED)))}
+TOKENS = "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
+MS = "format(datum.value / 1000, '.3~s') + 's'"
 BYTES = (
-    "datum.value >= 1073741824 ? format(datum.value / 1073741824, '.3~g') + ' GiB' : "
-    "datum.value >= 1048576 ? format(datum.value / 1048576, '.3~g') + ' MiB' : "
-    "datum.value >= 1024 ? format(datum.value / 1024, '.3~g') + ' KiB' : datum.value + ' B'"
+    "datum.value < 1073741824 ? format(datum.value / 1048576, '.3~r') + ' MiB' : "
+    "format(datum.value / 1073741824, '.3~r') + ' GiB'"
 )
 TIMES = "format(datum.value, '.3~g') + 'x'"
-DASHED = (
-    [7, 4],
-    [2, 3],
-    [9, 3, 2, 3],
-    [4, 2],
-    [12, 3],
-    [5, 2, 1, 2],
-    [1, 4],
-    [9, 2, 2, 2, 2, 2],
-    [3, 6],
-)
-#: Solid in natural order, another one in each other order.
-DASHES = {
-    NATURAL: [1, 0],
-    **dict(zip((each for each in (*ORDERS, *EXCHANGES) if each != NATURAL), cycle(DASHED))),
-}
-#: Labels and base of the vertical axis, and whether 1 is the reference.
-KINDS = {"time": (MS, 10, False), "gain": (TIMES, 10, True), "memory": (BYTES, 2, False)}
+
+
+class Panel(NamedTuple):
+    """One of the plots above each other: points have `field`, and with an interval `field`_low and `field`_high."""
+
+    title: str
+    field: str
+    labels: str
+    base: int = 10
+    has_interval: bool = True
+    reference: float | None = None
+
+
+TIME = Panel("Time of one call", "ms", MS)
+GAIN = Panel("SDPA's time / this time: above 1 is faster", "gain", TIMES, reference=1.0)
+MEMORY = Panel("Peak memory of one call", "bytes", BYTES, base=2, has_interval=False)
+ORDER = Panel("Time in natural order / time in this order: above 1 is faster", "gain", TIMES, reference=1.0)
+
+
+class Look(NamedTuple):
+    """How a candidate is drawn."""
+
+    name: str
+    colour: str
+    shape: str
+    dash: Sequence[int]
 
 
 def library() -> Any:
@@ -67,98 +73,84 @@ def runtime() -> str:
     return found
 
 
-def compiled() -> dict[str, Any]:
-    """The plots as Vega, by kind. The page fills in the data sources `points` and `marks`, and the signals."""
-    found: dict[str, Any] = {kind: library().vegalite_to_vega(_plot(*options)) for kind, options in KINDS.items()}
+def compiled(panels: Sequence[Panel], looks: Sequence[Look]) -> dict[str, Any]:
+    """Panels above each other as Vega, on logarithmic axes, with one legend; a click there fades the other candidates.
+
+    The page fills in the data `points` (name, tokens, the panels' fields, a text) and `marks` (tokens with a text),
+    and the signal `names`: those of the points.
+    """
+    found: dict[str, Any] = library().vegalite_to_vega({
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "background": None,
+        "params": [{"name": "names", "value": []}],
+        "data": {"name": "points"},
+        "vconcat": [_panel(each, looks, is_first=each is panels[0]) for each in panels],
+        "config": {
+            "view": {"stroke": None},
+            "axis": {"labelColor": SOFT, "titleColor": SOFT, "tickColor": LINE, "domainColor": LINE, "gridColor": LINE},
+            "title": {"color": SOFT, "anchor": "start", "fontWeight": "normal"},
+            "legend": {"labelColor": "var(--ink)", "labelLimit": 300, "symbolSize": 110},
+        },
+    })  # fmt: skip
     return found
 
 
-def _plot(labels: str, base: int, has_reference: bool) -> dict[str, Any]:
-    """Points of candidates against tokens, joined by lines, with their intervals as bands, on logarithmic axes.
+def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, Any]:
+    names = [each.name for each in looks]
 
-    Each point has tokens, value, low and high, the candidate's name, colour, shape and order, and a text. `marks` are
-    lengths with a text, drawn as vertical rules.
-    """
-    colour = {"field": "colour", "type": "nominal", "scale": None}
-    detail = {"field": "name", "type": "nominal"}
+    def by_name(values: Sequence[Any], **more: Any) -> dict[str, Any]:
+        scale = {"domain": names, "range": list(values)}
+        return {"field": "name", "type": "nominal", "scale": scale, "title": None, **more}
+
+    legend = {"orient": "bottom", "values": {"expr": "names"}, "columns": {"expr": "max(1, floor(width / 150))"}}
+    colour = by_name([each.colour for each in looks], legend=legend)
+    dash = by_name([each.dash for each in looks], legend=legend)
+    shape = by_name([each.shape for each in looks], legend=legend)
+    value, low = _y(panel, panel.field), _y(panel, f"{panel.field}_low")
+    span = {"y": low, "y2": {"field": f"{panel.field}_high"}, "color": colour}
+    picked = {"name": "picked", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
+    spans: list[dict[str, Any]] = [
+        {"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": span},
+        {"mark": "rule", "encoding": span},
+    ]
     layers: list[dict[str, Any]] = [
+        *(spans if panel.has_interval else []),
+        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": value, "color": colour, "strokeDash": dash}},
         {
-            "mark": {"type": "area", "opacity": 0.18},
-            "encoding": {"y": _y("low", labels, base), "y2": {"field": "high"}, "color": colour, "detail": detail},
-        },
-        {
-            "mark": {"type": "line", "strokeWidth": 2},
-            "encoding": {"y": _y("value", labels, base), "color": colour, "detail": detail, "strokeDash": _dash()},
-        },
-        {
-            "mark": {"type": "rule", "strokeWidth": 1.5},
-            "encoding": {"y": _y("low", labels, base), "y2": {"field": "high"}, "color": colour},
-        },
-        {
-            "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
-            "encoding": {
-                "y": _y("value", labels, base),
-                "color": colour,
-                "shape": {"field": "shape", "type": "nominal", "scale": None},
-                "tooltip": {"field": "text", "type": "nominal"},
-            },
+            "mark": {"type": "point", "filled": True, "size": 70},
+            "encoding": {"y": value, "color": colour, "shape": shape, "tooltip": {"field": "text", "type": "nominal"}},
         },
     ]
-    if has_reference:
-        reference = {"type": "rule", "strokeDash": [4, 4], "color": {"expr": "ink"}}
-        layers.insert(
-            0, {"data": {"values": [{"value": 1}]}, "mark": reference, "encoding": {"y": _y("value", labels, base)}}
-        )
-        layers[0]["encoding"]["x"] = None
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "width": 600,
-        "height": HEIGHT,
-        "autosize": {"type": "fit", "contains": "padding"},
-        "params": [
-            {"name": "lengths", "value": []},
-            {"name": "ticks", "value": []},
-            {"name": "span", "value": [1, 2]},
-            {"name": "ink", "value": "black"},
-        ],
-        "data": {"name": "points"},
-        "encoding": {"x": _x()},
-        "layer": [*layers, *_marks()],
-    }
+    fade = {"condition": {"param": "picked", "value": 1}, "value": 0.08}
+    if is_first:
+        layers[0]["params"] = [picked]
+    for layer in layers:
+        layer["encoding"] = {"x": _x(), "opacity": fade, **layer["encoding"]}
+        layer["transform"] = [{"filter": f"isValid(datum.{panel.field})"}]
+    if panel.reference is not None:
+        rule = {"type": "rule", "strokeDash": [4, 4], "color": SOFT}
+        layers.append({"data": {"values": [{}]}, "mark": rule, "encoding": {"y": _y(panel, datum=panel.reference)}})
+    return {"title": panel.title, "width": 600, "height": 240, "layer": [*layers, *(_marks() if is_first else [])]}
 
 
 def _x() -> dict[str, Any]:
-    ends = {"domainMin": {"expr": "span[0]"}, "domainMax": {"expr": "span[1]"}}
-    return {
-        "field": "tokens",
-        "type": "quantitative",
-        "scale": {"type": "log", "base": 2, "nice": False, **ends},
-        "axis": {
-            "values": {"expr": "lengths"},
-            "labelExpr": TOKENS,
-            "title": "tokens",
-            "grid": False,
-            "labelOverlap": "greedy",
-        },
-    }
+    scale = {"type": "log", "base": 2, "nice": False, "padding": 12}
+    axis = {"labelExpr": TOKENS, "title": "tokens", "grid": False, "labelOverlap": "greedy"}
+    return {"field": "tokens", "type": "quantitative", "scale": scale, "axis": axis}
 
 
-def _y(field: str, labels: str, base: int) -> dict[str, Any]:
-    axis = {"labelExpr": labels, "title": None, "values": {"expr": "ticks"}, "labelOverlap": "greedy"}
-    scale = {"type": "log", "base": base, "nice": False, "zero": False, "padding": 8}
-    return {"field": field, "type": "quantitative", "axis": axis, "scale": scale}
-
-
-def _dash() -> dict[str, Any]:
-    scale = {"domain": list(DASHES), "range": list(DASHES.values())}
-    return {"field": "order", "type": "nominal", "scale": scale, "legend": None}
+def _y(panel: Panel, field: str | None = None, datum: float | None = None) -> dict[str, Any]:
+    labels = f"datum.label ? ({panel.labels}) : ''"  # of many ticks, Vega labels some
+    axis = {"labelExpr": labels, "title": None, "labelOverlap": "greedy", "minExtent": 55, "tickCount": 6}
+    scale = {"type": "log", "base": panel.base, "nice": False, "zero": False, "padding": 8}
+    return {"type": "quantitative", "axis": axis, "scale": scale, **({"field": field} if field else {"datum": datum})}
 
 
 def _marks() -> list[dict[str, Any]]:
-    rule = {"type": "rule", "strokeDash": [2, 3], "color": {"expr": "ink"}}
-    text = {"type": "text", "baseline": "bottom", "dy": -3, "color": {"expr": "ink"}, "fontSize": 11}
-    top = {"value": 0}
+    """Lengths with a text, as vertical rules."""
+    data, rule = {"name": "marks"}, {"type": "rule", "strokeDash": [2, 3], "color": SOFT}
+    text = {"type": "text", "baseline": "bottom", "dy": -3, "color": SOFT}
     return [
-        {"data": {"name": "marks"}, "mark": rule, "encoding": {"x": _x()}},
-        {"data": {"name": "marks"}, "mark": text, "encoding": {"x": _x(), "y": top, "text": {"field": "text"}}},
+        {"data": data, "mark": rule, "encoding": {"x": _x()}},
+        {"data": data, "mark": text, "encoding": {"x": _x(), "y": {"value": 0}, "text": {"field": "text"}}},
     ]

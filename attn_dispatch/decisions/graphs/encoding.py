@@ -1,34 +1,95 @@
-"""Patterns as a text and integers that may be symbolic: what a graph holds of them."""
+"""A call as arguments of an operator: its pattern as a text and integers, which may be symbolic."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from attn_dispatch.spec.checks import integers
+from torch import Tensor
+
+from attn_dispatch.spec.checks import integer, integers
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.problem import choose_pattern
+from attn_dispatch.spec.problem import Call, choose_pattern
 from attn_dispatch.spec.reordered import Reordered
 
+#: The fields of `Encoded` with their types in a graph, in the order that exported programs have them in.
+SCHEMA = {
+    "seq_lens": "Tensor?", "key_mask": "Tensor?", "documents": "Tensor?", "cu_seqlens": "Tensor?",
+    "alibi_slopes": "Tensor?", "bias": "Tensor?", "pattern": "str", "numbers": "SymInt[]", "scale": "float?",
+    "softcap": "float?", "backend": "str?", "order": "str?", "first_head": "SymInt?", "all_heads": "SymInt?",
+    "bias_needs_grad": "bool",
+}  # fmt: skip
+SAME = [name for name in SCHEMA if name in Call._fields]  #: those that a call has, too; but `pattern` is a text
+TENSORS = [name for name, kind in SCHEMA.items() if kind == "Tensor?"]  #: they come first
 
-def encoded_arguments(
-    pattern: Pattern | None, segment_lengths: Any, dilation_rates: Any, is_causal: bool
-) -> tuple[str, list[int]]:
-    """A text and numbers for the pattern that `attend`'s arguments give; `decoded` reads them.
+
+class Encoded(NamedTuple):
+    """What the operators take of a call besides q, k and v: as `Call`, but for the pattern's text and numbers."""
+
+    seq_lens: Tensor | None
+    key_mask: Tensor | None
+    documents: Tensor | None
+    cu_seqlens: Tensor | None
+    alibi_slopes: Tensor | None
+    bias: Tensor | None
+    pattern: str
+    numbers: list[int]
+    scale: float | None
+    softcap: float | None
+    backend: str | None
+    order: str | None
+    first_head: int | None
+    all_heads: int | None
+    bias_needs_grad: bool
+
+    @classmethod
+    def first_of(cls, arguments: Sequence[Any]) -> Encoded:
+        """These among an operator's arguments after q, k and v (and out and lse)."""
+        return cls(*arguments[: len(SCHEMA)])
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return self[: len(TENSORS)]
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return self[len(TENSORS) :]
+
+
+def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
+    """What an operator takes of a call; `decoded` reads it. Raises InvalidInput."""
+    given = {name: getattr(call, name) for name in SAME}
+    given["pattern"], given["numbers"] = encoded_pattern(call)
+    for name, least in (("first_head", 0), ("all_heads", 1)):
+        given[name] = None if given[name] is None else integer(name, given[name], least)
+    return Encoded(**given, bias_needs_grad=bias_needs_grad)
+
+
+def decoded(qkv: Iterable[Tensor], given: Encoded, return_lse: bool) -> Call:
+    """The call that an operator computes, with tokens first. Raises InvalidInput."""
+    asked = {name: getattr(given, name) for name in SAME}
+    asked["pattern"] = decoded_pattern(given.pattern, tuple(given.numbers))
+    q, k, v = qkv
+    return Call(q, k, v, **asked, return_lse=return_lse)
+
+
+def encoded_pattern(call: Call) -> tuple[str, list[int]]:
+    """A text and numbers for a call's pattern; `decoded_pattern` reads them.
 
     No constructor is called: its comparisons would make symbolic numbers part of the graph.
     """
-    if pattern is not None:
-        alone = segment_lengths is None and dilation_rates is None and is_causal is False
-        if not (isinstance(pattern, Pattern) and alone):
-            choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
-        return _encoded(pattern)
-    if not isinstance(is_causal, bool) or (segment_lengths is None) != (dilation_rates is None):
-        choose_pattern(pattern, segment_lengths, dilation_rates, is_causal)  # raises
-    if segment_lengths is None:
-        return f"dense {is_causal}", []
-    lengths, rates = integers("segment_lengths", segment_lengths), integers("dilation_rates", dilation_rates)
-    return f"dilated {is_causal} mod all {len(lengths)} {len(rates)}", [*lengths, *rates, 0, -1]
+    alone = call.segment_lengths is None and call.dilation_rates is None
+    if call.pattern is not None:
+        if not (isinstance(call.pattern, Pattern) and alone and call.is_causal is False):
+            choose_pattern(call)  # raises
+        return _encoded(call.pattern)
+    if not isinstance(call.is_causal, bool) or (call.segment_lengths is None) != (call.dilation_rates is None):
+        choose_pattern(call)  # raises
+    if alone:
+        return f"dense {call.is_causal}", []
+    lengths, rates = (integers(name, getattr(call, name)) for name in ("segment_lengths", "dilation_rates"))
+    return f"dilated {call.is_causal} mod all {len(lengths)} {len(rates)}", [*lengths, *rates, 0, -1]
 
 
 def _encoded(pattern: Pattern) -> tuple[str, list[int]]:
@@ -51,7 +112,7 @@ def _encoded(pattern: Pattern) -> tuple[str, list[int]]:
 
 
 @lru_cache(4096)
-def decoded(code: str, numbers: tuple[int, ...]) -> Pattern:
+def decoded_pattern(code: str, numbers: tuple[int, ...]) -> Pattern:
     """The pattern of a text and its numbers. Raises InvalidInput."""
     kind, *rest = code.split()
     if kind == "dense":
@@ -80,4 +141,4 @@ def decoded(code: str, numbers: tuple[int, ...]) -> Pattern:
         # Programs that were exported before there were strides hold none.
         return Neighborhood(grid, window, dilation, flags, edges, stride or (1,))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert kind == "reordered"
-    return Reordered(decoded(" ".join(rest[1:]), numbers), rest[0])
+    return Reordered(decoded_pattern(" ".join(rest[1:]), numbers), rest[0])

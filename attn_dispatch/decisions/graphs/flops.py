@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from attn_dispatch.decisions.graphs.encoding import decoded
+from attn_dispatch.decisions.graphs.encoding import Encoded, decoded_pattern
 from attn_dispatch.spec.shapes import pair_count
-
-TENSORS = 6  #: arguments of the operators after q, k, v (and out and lse) that are tensors; the pattern follows
 
 
 def count_flops() -> None:
@@ -29,17 +27,19 @@ def count_flops() -> None:
                 formulas.setdefault(packet, counter.flop_registry[packet])
 
 
-def _pairs(q: Any, k: Any, code: str, numbers: Any) -> int:
-    return int(q[0]) * pair_count(decoded(code, tuple(map(int, numbers))), int(q[1]), int(k[1]), int(q[2]))
+def _pairs(q: Any, k: Any, rest: tuple[Any, ...]) -> int:
+    given = Encoded.first_of(rest)
+    pattern = decoded_pattern(given.pattern, tuple(map(int, given.numbers)))
+    return int(q[0]) * pair_count(pattern, int(q[1]), int(k[1]), int(q[2]))
 
 
 def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Two products for each pair that the pattern has, whatever masks and documents hide."""
-    return 2 * (int(q[3]) + int(v[3])) * _pairs(q, k, *rest[TENSORS : TENSORS + 2])
+    return 2 * (int(q[3]) + int(v[3])) * _pairs(q, k, rest)
 
 
 def _backward_flops(
     grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, out_shape: Any = None, **more: Any
 ) -> int:
     """Five products: the scores again, the weights' gradients, and dq, dk and dv."""
-    return 2 * (3 * int(q[3]) + 2 * int(v[3])) * _pairs(q, k, *rest[TENSORS : TENSORS + 2])
+    return 2 * (3 * int(q[3]) + 2 * int(v[3])) * _pairs(q, k, rest)

@@ -163,7 +163,7 @@ def is_compiled() -> bool:
 
 
 def in_use() -> str:
-    """Say which code runs, and what a compiler would gain; tools/bench/prebuilt.py measures that."""
+    """Say which code runs, and what a compiler would gain (docs/results/studies.md)."""
     try:
         found = used_prebuilt()
     except ImportError as error:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.lib.tables import Table
 
 Block = tuple[int, ...]  #: rows, columns, warps, stages
 FIELDS = ("backend", "pattern", "kernel", "head_dim", "dtype", "precision", "block")
@@ -299,15 +301,6 @@ def label(item: Item) -> str:
     return f"{item['stage']} {kernel} {item['pattern']} {tuple(item['block'])}"
 
 
-def line(row: Row) -> str:
-    if "too_large" in row:
-        return f"too large: {row['too_large'][:90]}"
-    if row["stage"] == "compile":
-        return ""
-    limits = f"{row['registers']} registers, {row['spills']} spills"
-    return f"{row['median_ms']:.3f} ms, {row['tflops']:.0f} TFLOP/s, {limits}, differs by {row['difference']:.1e}"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """For each kernel, head_dim and precision: blocks by the geometric mean, over patterns, of rate / best rate."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -333,3 +326,60 @@ def _ranked(rows: list[Row]) -> Iterator[dict[str, Any]]:
     # Those that lack a pattern, since it failed or time ran out, come last.
     for block in sorted(means, key=lambda block: (-len(shares[block]), -means[block])):
         yield {"block": block, "of_best": round(means[block], 3), "patterns": len(shares[block])}
+
+
+SHOWN = ("dense", "causal", "longnet")
+
+
+def tables(found: Any) -> Iterator[Table]:
+    rows: list[tuple[str, ...]] = []
+    for kernel, table in BLOCKS.items():
+        for head_dim in table:
+            if timed := _timed_blocks(found, kernel, head_dim, dtype=HALF):
+                block, best = _fastest(timed)
+                rates = (f"{best[each]['tflops']:.0f}" if each in best else "-" for each in SHOWN)
+                used = next(iter(best.values()))
+                what = f"`{kernel}`", str(head_dim), _named(block)
+                rows.append((*what, *rates, f"{used['registers']}, {used['spills']}"))
+    yield Table(
+        ("kernel", "head_dim", "fastest block", *SHOWN, "registers, spills"),
+        rows,
+        f"TFLOP/s by the pairs that the pattern has: {HALF}, {HEADS} heads, {LENGTH:,} tokens, each kernel alone. "
+        f"LongNet: `{PATTERNS['longnet']}`.",
+    )
+    rows = []
+    for kernel, head_dim in product(KERNELS, (64, 128)):
+        cells = []
+        for precision in ("ieee", "tf32x3", "tf32"):
+            timed = _timed_blocks(found, kernel, head_dim, dtype="float32", precision=precision)
+            cells.append(f"{_fastest(timed)[1]['causal']['tflops']:.0f}" if timed else "-")
+        rows.append((f"`{kernel}`", str(head_dim), *cells))
+    yield Table(
+        ("kernel", "head_dim", "`ieee`", "`tf32x3`", "`tf32`"),
+        rows,
+        f"TFLOP/s in float32: causal, {SINGLE_HEADS} heads, {SINGLE_LENGTH:,} tokens. `tf32x3` is about as exact "
+        "as float32: `triton` uses it where `torch.set_float32_matmul_precision` asks for the highest "
+        "precision, else `tf32`.",
+    )
+
+
+def _timed_blocks(found: Any, kernel: str, head_dim: int, **more: Any) -> dict[Block, dict[str, Any]]:
+    """The timed rows of a kernel of `triton`, by block and pattern."""
+    wanted = {"stage": "time", "backend": "triton", "kernel": kernel, "head_dim": head_dim, **more}
+    timed: dict[Block, dict[str, Any]] = {}
+    for row in found["rows"]:
+        if row.get("median_ms") and wanted.items() <= row.items():
+            timed.setdefault(tuple(row["block"]), {})[row["pattern"]] = row
+    return timed
+
+
+def _fastest(timed: dict[Block, dict[str, Any]]) -> tuple[Block, dict[str, Any]]:
+    """The block with the largest product of rates over all patterns that it was timed on."""
+    most = max(map(len, timed.values()))
+    whole = {block: rows for block, rows in timed.items() if len(rows) == most}
+    block = max(whole, key=lambda each: math.prod(row["tflops"] for row in whole[each].values()))
+    return block, whole[block]
+
+
+def _named(block: Block) -> str:
+    return f"{block[0]} x {block[1]}, {block[2]} warps, {block[3]} stages"

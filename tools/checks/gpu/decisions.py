@@ -5,6 +5,7 @@ The profile, `<silicon>.json` in the folder of results, is what `attn-dispatch p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from attn_dispatch.store.bundle import shareable, write_bundle
 from attn_dispatch.store.folder import Store
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.lib.tables import Table
 
 LONGNET = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
 CAUSAL = Dense(is_causal=True)
@@ -89,13 +91,6 @@ def label(item: Item) -> str:
     return f"{item['problem']} {'forward + backward' if item['backward'] else 'forward'}"
 
 
-def line(row: Row) -> str:
-    chosen = row["decision"]
-    ranked = sorted(row["tflops"].items(), key=lambda each: -each[1])
-    best = "  ".join(f"{name} {rate:.0f}" for name, rate in ranked[:4])
-    return f"-> {chosen['choice']} {chosen['order']}{', provisional' * bool(chosen['provisional'])}; TFLOP/s: {best}"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """By problem: the choice, and its TFLOP/s."""
     found = {}
@@ -105,3 +100,22 @@ def summary(rows: list[Row]) -> dict[str, Any]:
             rate = row["tflops"].get(chosen)
             found[label(row)] = chosen + ("" if rate is None else f" {rate:.1f} TFLOP/s")
     return found
+
+
+SHOWN = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "triton", "triton_tiles")
+
+
+def tables(found: Any) -> Iterator[Table]:
+    yield Table(
+        ("problem", *(f"`{name}`" for name in SHOWN)),
+        [(label(row), *(_cell(row["decision"], name) for name in SHOWN)) for row in found["rows"]],
+        "Milliseconds of a call by `profile`, the longer of the device's and the host's time; the choice in bold. "
+        f"No time was left for {found['summary']['left_out']} problems.",
+    )
+
+
+def _cell(decision: Any, name: str) -> str:
+    timed = [row["median_ms"] for row in decision["candidates"] if row["backend"] == name and row.get("median_ms")]
+    if not timed:
+        return "-"
+    return f"**{min(timed):.2f}**" if decision["choice"] == name else f"{min(timed):.2f}"

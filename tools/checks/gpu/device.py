@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from attn_dispatch.machine.hardware import hardware, provenance, silicon
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.lib.tables import Table
 
 WORK_S = 0.1  #: seconds of work before clocks are read
 CLOCKS = 4  #: readings, WORK_S apart
@@ -97,20 +98,6 @@ def label(item: Item) -> str:
     return f"{item['item']} {item.get('dtype', '')}".strip()
 
 
-def line(row: Row) -> str:
-    match row["item"]:
-        case "machine":
-            return f"{row['silicon']}  {row['versions']}"
-        case "clocks busy":
-            return str(row["readings"][-1])
-        case "copy":
-            return f"{row['gb_s']:.0f} GB/s"
-        case "matmul":
-            return f"{row['tflops']:.0f} TFLOP/s"
-        case _:
-            return f"{row['sm_mhz']} MHz, memory {row['memory_mhz']} MHz, {row['power_w']} W, {row['temperature_c']} C"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """The limits: GB/s of copying, and TFLOP/s by dtype."""
     found = {}
@@ -120,3 +107,12 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         if "tflops" in row:
             found[f"{row['dtype']} TFLOP/s"] = round(row["tflops"], 1)
     return found
+
+
+def tables(found: Any) -> Iterator[Table]:
+    about, limits = found["provenance"], found["summary"]
+    yield Table(
+        about=f"Driver {about['driver']}. Limits in the same run: {limits['copy GB/s']:,} GB/s of copies, bytes "
+        f"read and written; products of matrices at {limits['bfloat16 TFLOP/s']:.0f} TFLOP/s in bfloat16, "
+        f"{limits['tf32 TFLOP/s']:.0f} in tf32, {limits['float32 TFLOP/s']:.0f} in float32."
+    )

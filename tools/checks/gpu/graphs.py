@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -21,6 +21,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.lib.tables import Table
 
 ENDS_AFTER_FAILURE = True
 NOT_HERE = ("native",)  #: refuses every CUDA device
@@ -144,14 +145,6 @@ def label(item: Item) -> str:
     return f"{item['kind']} {item['backend']} {item.get('case', item.get('tokens'))}"
 
 
-def line(row: Row) -> str:
-    if "refused" in row:
-        return f"refused: {row['refused'][:90]}"
-    if row["kind"] == "capture":
-        return "equal"
-    return f"host {row['host_us']:.1f} us, replay {row['replay_us']:.1f} us"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """By backend: cases equal, cases failed, and us on the host / replayed by tokens."""
     found: dict[str, dict[str, Any]] = {}
@@ -163,3 +156,26 @@ def summary(rows: list[Row]) -> dict[str, Any]:
             replayed = f"{row['replay_us']:.1f}" if "replay_us" in row else "-"
             mine[f"{row['tokens']} tokens, host / replay us"] = f"{row['host_us']:.1f} / {replayed}"
     return {name: mine for name, mine in found.items() if mine}
+
+
+HOSTS = (TORCH, "sdpa", "sdpa_cudnn", "triton", "flex")
+
+
+def tables(found: Any) -> Iterator[Table]:
+    hosts = {(row["backend"], row["tokens"]): row for row in found["rows"] if row["kind"] == "host"}
+    counts = sorted({tokens for _, tokens in hosts})
+    rows = [(f"`{name}`", *(_cell(hosts.get((name, count), {})) for count in counts)) for name in HOSTS]
+    captured = [row for row in found["rows"] if row["kind"] == "capture"]
+    equal, failed = (sum(bool(row.get(kind)) for row in captured) for kind in ("equal", "failed"))
+    yield Table(
+        ("call", *(f"{count} token{'s' * (count != 1)}: host, replay" for count in counts)),
+        rows,
+        "Microseconds that a call takes the host, and those of a replay of its CUDA graph: dense, bfloat16, "
+        f"{', '.join(str(list(each)) for each in SHAPES.values())}. Of {len(captured)} calls under capture "
+        f"{equal} were replayed with the same results, also after their inputs had changed; {failed} failed; the "
+        "others are refused without a graph too.",
+    )
+
+
+def _cell(row: Row) -> str:
+    return f"{row['host_us']:.0f}, {row['replay_us']:.0f}" if "replay_us" in row else "-"

@@ -39,9 +39,5 @@ def label(item: Item) -> str:
     return f"head_dim {item['head_dim']} {'backward' if item['backward'] else 'forward'}"
 
 
-def line(row: Row) -> str:
-    return "; ".join(one["text"] for one in row["races"])
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     return {one["use"]: one["text"] for row in rows for one in row.get("races", ())}

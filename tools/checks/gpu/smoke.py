@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.lib.tables import Table
 
 PATTERNS: dict[str, Pattern] = {
     "dense": Dense(),
@@ -87,12 +89,6 @@ def label(item: Item) -> str:
     return f"{item['backend']} {item['dtype']} {item['pattern']} hd{item['head_dim']} kv{item['kv_heads']}"
 
 
-def line(row: Row) -> str:
-    if "refused" in row:
-        return f"refused: {row['refused'][:90]}"
-    return f"error {row['error']:.1e} of {row['tolerance']:.1e}"
-
-
 def summary(rows: list[Row]) -> dict[str, Any]:
     """By backend, how many items agree, failed and were refused."""
     found: dict[str, Counter[str]] = {}
@@ -100,3 +96,15 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         kind = "failed" if "failed" in row else "refused" if "refused" in row else "agree"
         found.setdefault(row["backend"], Counter())[kind] += 1
     return {name: ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) for name, counts in found.items()}
+
+
+def tables(found: Any) -> Iterator[Table]:
+    failed = sorted({f"`{row['backend']}`: {row['failed']}" for row in found["rows"] if "failed" in row})
+    counts = sorted((name, text) for name, text in found["summary"].items() if isinstance(text, str))
+    yield Table(
+        ("backend", "problems"),
+        [(f"`{name}`", text) for name, text in counts],
+        f"Patterns: {', '.join(PATTERNS)}; head_dim {', '.join(map(str, HEAD_DIMS))}; as many key heads as query "
+        f"heads, and fewer; forward and backward. No time was left for {found['summary']['left_out']} problems. "
+        f"Failed: {'; '.join(failed) or 'none'}.",
+    )

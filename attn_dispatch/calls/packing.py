@@ -1,0 +1,365 @@
+"""Calls that are composed of others: sinks, documents in one row, rows whose keys end at different places."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_dispatch import process_state
+from attn_dispatch.calls import widths
+from attn_dispatch.decisions import unmeasured
+from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, notify, observed, only, resolve
+from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_problem, lock, on_trial
+from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.unmeasured import check_names
+from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.numerics import with_sink
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.checks import boolean
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
+from attn_dispatch.spec.problem import Call, Problem, choose_pattern
+from attn_dispatch.spec.shapes import measured_for
+from attn_dispatch.spec.tensors import autocast_dtype, check_sink
+
+
+class Run(NamedTuple):
+    """Consecutive documents of one length, in tokens."""
+
+    documents: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.documents * self.length
+
+
+def sink(call: Call) -> Rewritten | None:
+    """The call without the sink, which is then added to out and lse. Raises InvalidInput."""
+    score = call.sink
+    if score is None:
+        return None
+    check_sink(score, call.q, call.layout)
+    boolean("return_lse", call.return_lse)
+
+    def added(results: list[Any]) -> Any:
+        ((out, lse),) = results
+        out, lse = with_sink(out, lse, score, call.layout)
+        return (out, lse) if call.return_lse else out
+
+    return Rewritten([call._replace(sink=None, return_lse=True)], added)
+
+
+def key_lens(call: Call) -> Rewritten | None:
+    """One call for each run of rows with equally many keys: views, with what goes by row of the other tensors.
+
+    Raises:
+        InvalidInput: an argument is wrong, or cannot be given with `key_lens`.
+    """
+    if call.key_lens is None:
+        return None
+    for name in ("mesh", "seq_lens", "documents", "cu_seqlens"):
+        if getattr(call, name) is not None:
+            raise InvalidInput(f"key_lens cannot be given with {name}")
+    widths.check_whole(call)
+    tokens, lengths = call.layout.index("n"), _integers("key_lens", call.key_lens)
+    batch, k_len = call.k.shape[0], call.k.shape[tokens]
+    if list(lengths.shape) != [batch]:
+        raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
+    if not all(0 <= length <= k_len for length in lengths.tolist()):
+        raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths.tolist())}")
+    key_mask, bias, slopes = call.key_mask, call.bias, call.alibi_slopes
+    calls, first = [], 0
+    for length, same in groupby(lengths.tolist()):
+        rows = slice(first, first + len(list(same)))
+        first = rows.stop
+        own: dict[str, Any] = {name: getattr(call, name)[rows].narrow(tokens, 0, length) for name in "kv"}
+        own["key_mask"] = None if key_mask is None else key_mask[rows, :length]
+        own["bias"] = None if bias is None else bias[rows if len(bias) > 1 else slice(None), ..., :length]
+        own["alibi_slopes"] = slopes if slopes is None or slopes.ndim == 1 else slopes[rows]
+        calls.append(call._replace(key_lens=None, q=call.q[rows], **own))
+    if not calls:  # no rows
+        return Rewritten([call._replace(key_lens=None)], only)
+    return Rewritten(calls, partial(_stacked, call.return_lse))
+
+
+def _stacked(with_lse: bool, results: list[Any]) -> Any:
+    """The results of rows as those of the batch."""
+    if not with_lse:
+        return torch.cat(results)
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def documents(call: Call) -> Rewritten | None:
+    """Packed rows: a backend that takes all documents at once, else a call for each run of documents of one length.
+
+    Raises:
+        InvalidInput: an argument is wrong, or cannot be given with documents.
+    """
+    if not call.packs:
+        return None
+    check_alone(call)
+    common = isinstance(choose_pattern(call), Dense | Window | Dilated)  # a pattern of rows of any length
+    problem = Problem.of_call(call if common else call.with_pattern(None), may_be_empty=True)
+    rows = _rows(call.documents, call.cu_seqlens, problem.batch, problem.q_len, problem.k_len)
+    if not call.q.numel():
+        return Rewritten([call._replace(documents=None, cu_seqlens=None)], only)
+    traced = tracing.is_traced(*call.qkv) or tracing.has_tangents(*call.qkv, *call.tensors.values())
+    if traced:
+        return Rewritten(packed(call, rows), partial(_joined, call, rows))
+    check_names(call.backend, call.order)
+    whole = replace(problem, is_document=True) if common else None
+    return Rewritten([], lambda _: _by_documents(call, rows, whole), lambda: _explained(call, rows, whole))
+
+
+def check_alone(call: Call) -> None:
+    """Raise InvalidInput for what cannot be given with documents."""
+    if call.seq_lens is not None:
+        why = "let the padding be a document of its own"
+        raise InvalidInput(f"documents and cu_seqlens cannot be given with seq_lens; {why}")
+
+
+def _by_documents(call: Call, rows: list[list[Run]], whole: Problem | None) -> Any:
+    """The results of packed rows, whose problem as a whole is `whole`, where their pattern is of rows of any length."""
+    cast = None if call.q.dtype == torch.float64 else autocast_dtype(call.q.device.type)
+    with nullcontext() if cast is None else torch.autocast(call.q.device.type, enabled=False):
+        if cast is not None:
+            call = call._replace(**{name: getattr(call, name).to(cast) for name in "qkv"})
+        if whole is not None and (resolved := _at_once(whole, rows, (call.backend, call.order))) is not None:
+            return _all_documents(resolved, call, rows)
+        return _joined(call, rows, [_of_one_length(each) for each in packed(call, rows)])
+
+
+def _of_one_length(call: Call) -> Any:
+    """attend for documents of one length, decided as of their class."""
+    problem = replace(Problem.of_call(call), is_document=True)
+    out, lse = resolve(problem, call.backend, call.order).result(*call.qkv, **call.tensors)
+    return call.returned(out, lse)
+
+
+def _explained(call: Call, rows: list[list[Run]], whole: Problem | None) -> list[Explanation]:
+    """Of the documents that most of the work is for, where a backend takes all at once; else of each run."""
+    if whole is not None and _one_call_would_do(whole, rows):
+        usual = explain_problem(_usual(whole, rows), call.backend, call.order)
+        if usual.choice is not None and usual.order is not None and _takes_all(whole, usual.choice, usual.order):
+            return [usual]
+    problems = dict.fromkeys(replace(Problem.of_call(each), is_document=True) for each in packed(call, rows))
+    return [explain_problem(each, call.backend, call.order) for each in problems]
+
+
+def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -> ResolvedCall | None:
+    """A call of the `run_documents` of the backend that is forced, or decided for most of the work.
+
+    None where it has none, or that does not take this problem, which is of packed rows, or a trial goes on between
+    calls, which are those of single documents.
+    """
+    if not _one_call_would_do(problem, rows):
+        return None
+    usual = _usual(problem, rows)
+    key = problem, measured_for(usual), forced, torch.get_num_threads()
+    if key in _calls_at_once:
+        return _calls_at_once[key]
+    name, order = forced
+    if forced == (None, None):
+        notify(measured_for(usual))
+        decision = decision_for(usual)
+        if (decision.silicon, measured_for(usual)) in on_trial:
+            return None
+        name, order = decision.chosen
+    if name is None or not _takes_all(problem, name, order):
+        return None
+    with lock:
+        run = observed(registry.load(name).run_documents, measured_for(usual))
+        call = _calls_at_once[key] = ResolvedCall(run, problem, name)
+        drop_oldest(_calls_at_once, MAX_CALLS)
+    return call
+
+
+def _one_call_would_do(problem: Problem, rows: list[list[Run]]) -> bool:
+    return not problem.bias and (problem.alibi_axes < 2 or len(_alike(rows)) == 1)
+
+
+def _usual(problem: Problem, rows: list[list[Run]]) -> Problem:
+    """A document of the mean length, weighted by pairs: most of the work is of its kind."""
+    runs = [run for row in rows for run in row]
+    length = sum(run.tokens * run.length**2 for run in runs) // sum(run.tokens * run.length for run in runs)
+    pattern = problem.pattern.simplify(length, length, problem.heads)
+    return replace(problem, batch=1, q_len=length, k_len=length, pattern=pattern)
+
+
+def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
+    """Whether a backend takes all documents at once."""
+    able = order in (None, NATURAL) and hasattr(registry.load(name), "run_documents")
+    return able and unmeasured.can_run(problem, (name, NATURAL))
+
+
+_calls_at_once: dict[Any, ResolvedCall] = {}
+process_state.register(process_state.ROUTES, _calls_at_once.clear)
+
+
+def _all_documents(resolved: ResolvedCall, call: Call, rows: list[list[Run]]) -> Any:
+    """The results of a backend that takes all documents. Rows that differ are computed as one."""
+    (q, k, v), tensors = call.tokens_first, call.tensors
+    batch, alike = len(rows), len(_alike(rows)) == 1
+    if not alike:
+        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+        mask = call.key_mask
+        tensors = {**tensors, "key_mask": None if mask is None else mask.flatten(0, 1)[None]}
+        problem = replace(resolved.problem, batch=1, q_len=q.shape[1], k_len=q.shape[1])
+        resolved = replace(resolved, problem=problem)
+    lengths = tuple(run.length for row in rows[: 1 if alike else batch] for run in row for _ in range(run.documents))
+    out, lse = replace(resolved, run=partial(resolved.run, lengths=lengths)).result(q, k, v, **tensors)
+    if not alike:
+        out = torch.unflatten(out[0], 0, (batch, -1))
+        lse = None if lse is None else torch.unflatten(lse[0], 1, (batch, -1)).transpose(0, 1)
+    return call.returned(out, lse)
+
+
+def packed(call: Call, rows: list[list[Run]]) -> list[Call]:
+    """One call, with tokens first, for each run of equally long documents, with its part of the tensors."""
+    parts = {name: _split(x, rows) for name, x in zip("qkv", call.tokens_first)}
+    if call.key_mask is not None:
+        parts["key_mask"] = _split(call.key_mask, rows)
+    if call.bias is not None:
+        parts["bias"] = _blocks(call.bias, rows)
+    if call.alibi_slopes is not None:
+        parts["alibi_slopes"] = _of_documents(call.alibi_slopes, rows)
+    each = call._replace(documents=None, cu_seqlens=None, layout="bnhd")
+    return [each._replace(**dict(zip(parts, some))) for some in zip(*parts.values())]
+
+
+def lengths_of(call: Call, batch: int, tokens: int) -> list[list[int]]:
+    """The lengths of the documents of each row, of which `tokens` is the length."""
+    rows = _rows(call.documents, call.cu_seqlens, batch, tokens, tokens)
+    return [[run.length for run in row for _ in range(run.documents)] for row in rows]
+
+
+def _rows(documents: object, cu_seqlens: object, batch: int, q_len: int, k_len: int) -> list[list[Run]]:
+    """The documents of each row of the batch.
+
+    Args:
+        documents: integers [batch, len]; tokens with equal ids, which must stand together, are one document.
+        cu_seqlens: integers [documents + 1], for a batch of one row: where each document starts, and the last one ends.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+    if q_len != k_len:
+        raise InvalidInput(f"documents and cu_seqlens need q_len == k_len, got {q_len} and {k_len}")
+    if documents is not None and cu_seqlens is not None:
+        raise InvalidInput("give documents or cu_seqlens, not both")
+    if documents is not None:
+        lengths = _lengths_of_ids(documents, batch, q_len)
+    else:
+        lengths = [_lengths_of_starts(cu_seqlens, batch, q_len)]
+    return [[Run(len(list(same)), length) for length, same in groupby(row) if length] for row in lengths]
+
+
+def _alike(rows: list[list[Run]]) -> list[tuple[slice, list[Run]]]:
+    """Neighbouring rows with documents of the same lengths, which one call takes; and these."""
+    found, first = [], 0
+    for runs, same in groupby(rows):
+        found.append((slice(first, first + len(list(same))), runs))
+        first = found[-1][0].stop
+    return found
+
+
+def _split(x: Tensor, rows: list[list[Run]]) -> list[Tensor]:
+    """x [batch, len, ...] as a tensor [documents, tokens, ...] for each run; views where rows differ."""
+    cut = ((torch.split(x[some], [run.tokens for run in runs], 1), runs) for some, runs in _alike(rows))
+    return [torch.unflatten(piece, 1, run).flatten(0, 1) for pieces, runs in cut for piece, run in zip(pieces, runs)]
+
+
+def _blocks(bias: Tensor, rows: list[list[Run]]) -> list[Tensor]:
+    """The bias of each run, [documents, 1 or heads, tokens, tokens], of the blocks on its diagonal."""
+    parts: list[Tensor] = []
+    for some, runs in _alike(rows):
+        row, start = bias[some if len(bias) > 1 else slice(None)], 0
+        for run in runs:
+            places = [slice(at, at + run.length) for at in range(start, start + run.tokens, run.length)]
+            part = torch.stack([row[:, :, place, place] for place in places], 1)
+            parts.append(part.expand(some.stop - some.start, *part.shape[1:]).flatten(0, 1))
+            start += run.tokens
+    return parts
+
+
+def _of_documents(slopes: Tensor, rows: list[list[Run]]) -> list[Tensor]:
+    """The slopes [heads] or [documents, heads] of each run."""
+    if slopes.ndim == 1:
+        return [slopes for _, runs in _alike(rows) for _ in runs]
+    return [slopes[some].repeat_interleave(run.documents, 0) for some, runs in _alike(rows) for run in runs]
+
+
+def _joined(call: Call, rows: list[list[Run]], results: list[Any]) -> Any:
+    """The results of the calls of `packed` as those of the packed rows."""
+    if not call.return_lse:
+        return call.returned(_whole(results, rows), None)
+    out, lse = _whole([out for out, _ in results], rows), _whole([lse.transpose(1, 2) for _, lse in results], rows)
+    return call.returned(out, lse.transpose(1, 2))
+
+
+def _whole(parts: list[Tensor], rows: list[list[Run]]) -> Tensor:
+    """Undo `_split`."""
+    left = iter(parts)
+    found = [
+        torch.cat([torch.unflatten(next(left), 0, (-1, run.documents)).flatten(1, 2) for run in runs], 1)
+        for _, runs in _alike(rows)
+    ]
+    return torch.cat(found)
+
+
+def _lengths_of_ids(documents: object, batch: int, length: int) -> list[list[int]]:
+    given = _integers("documents", documents)
+    if list(given.shape) != [batch, length]:
+        raise InvalidInput(f"documents must have shape [batch, len] = [{batch}, {length}], got {list(given.shape)}")
+    found: list[list[int]] = []
+    for row in given:
+        ids, counts = torch.unique_consecutive(row, return_counts=True)
+        if len(ids.unique()) != len(ids):
+            again = next(each for each, same in groupby(sorted(ids.tolist())) if len(list(same)) > 1)
+            raise InvalidInput(
+                f"documents must have equal ids side by side, but {again} begins more than once in a row"
+            )
+        found.append(counts.tolist())
+    return found
+
+
+def _lengths_of_starts(cu_seqlens: object, batch: int, length: int) -> list[int]:
+    given = _integers("cu_seqlens", cu_seqlens)
+    if given.ndim != 1 or len(given) < 2:
+        raise InvalidInput(f"cu_seqlens must have shape [documents + 1], got {list(given.shape)}")
+    if batch != 1:
+        raise InvalidInput(f"cu_seqlens needs a batch of one row, got {batch}; documents takes more")
+    starts: list[int] = given.tolist()
+    if (starts[0], starts[-1]) != (0, length) or starts != sorted(starts):
+        raise InvalidInput(f"cu_seqlens must rise from 0 to {length}, got {_shortened(starts)}")
+    return [end - start for start, end in pairwise(starts)]
+
+
+def _integers(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        kind: Any = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidInput(f"{name} must be an int32 or int64 tensor, got {kind}")
+    return read_on_host(name, value)
+
+
+def read_on_host(name: str, x: Tensor) -> Tensor:
+    """The values of an argument that a call depends on. Raises NoBackend where they are not there to be read."""
+    if tracing.graphed(x):
+        raise NoBackend(f"{name} must be read by the host, so that a graph would hold for these values alone")
+    while tracing.functorch.is_functorch_wrapped_tensor(x):
+        if tracing.functorch.is_batchedtensor(x):
+            raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")
+        x = tracing.functorch.get_unwrapped(x)
+    return x.cpu()
+
+
+def _shortened(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:7]))}, ... {values[-1]}]"

@@ -1,0 +1,151 @@
+"""Rewriters: each makes other calls of a call, until a call is one problem, which a backend computes.
+
+Their order in `REWRITES` says how arguments combine: an earlier one sees all arguments, a later one what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from attn_dispatch.calls import packing, widths
+from attn_dispatch.calls.routes import known_route, new_route
+from attn_dispatch.decisions.call import Rewritten, only
+from attn_dispatch.decisions.decide import explain_problem
+from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.graphs import operators
+from attn_dispatch.errors import BackendFailed, NoBackend
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.autograd import NO_TANGENTS
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.problem import Call, Problem, dropout
+
+
+def shorthands(call: Call) -> Rewritten | None:
+    """Lists, arrays and iterators become tuples, which have a hash and can be iterated again."""
+    lengths, rates = call.segment_lengths, call.dilation_rates
+    if (lengths is None and rates is None) or is_dynamo_compiling():
+        return None
+    plain = _tuple(lengths), _tuple(rates)
+    same = plain[0] is lengths and plain[1] is rates
+    return None if same else Rewritten([call._replace(segment_lengths=plain[0], dilation_rates=plain[1])], only)
+
+
+def _tuple(value: Any) -> Any:
+    if value is None or isinstance(value, tuple | str | bytes | int):
+        return value
+    if isinstance(value, Tensor):
+        value = packing.read_on_host("segment_lengths and dilation_rates", value)
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    try:
+        return tuple(plain)
+    except TypeError:
+        return plain
+
+
+def of_dtensors(call: Call) -> Rewritten | None:
+    """DTensors: the call on this rank's parts."""
+    if not any(map(tracing.is_dtensor, call.qkv)):
+        return None
+    _refuse_graphs()
+    from attn_dispatch.ring import dtensors  # loads torch.distributed
+
+    return dtensors.of_dtensors(call)
+
+
+def in_context_parallel(call: Call) -> Rewritten | None:
+    """Inside torch's context_parallel: over its mesh."""
+    mesh = None if call.mesh is not None or is_dynamo_compiling() else tracing.context_parallel()
+    return None if mesh is None else Rewritten([call._replace(mesh=mesh)], only)
+
+
+def as_operator(call: Call) -> Rewritten | None:
+    """Where a call is traced, or a dispatch mode sees it: one operator, which is this call when it runs."""
+    if operators.applies(call):
+        return Rewritten([], lambda _: operators.attend_by_operator(call))
+    tracing.refuse_jit()
+    tracing.check_sizes(q=call.q, k=call.k, v=call.v)
+    return None
+
+
+def over_mesh(call: Call) -> Rewritten | None:
+    """Over ranks: a collective, or where there is one rank, the call on one device."""
+    if call.mesh is None:
+        return None
+    _refuse_graphs(*call.qkv)
+    from attn_dispatch.ring import over_mesh, packed_rows  # loads torch.distributed
+
+    if call.packs:
+        packing.check_alone(call)
+        if over_mesh.spread_over(call.mesh)[0].size > 1:
+            return packed_rows.rows_over_mesh(call, partial(packing.lengths_of, call))
+    return over_mesh.over_mesh(call)
+
+
+def _refuse_graphs(*tensors: Tensor) -> None:
+    if tracing.graphed(*tensors):
+        raise NoBackend("over a mesh attend() cannot be traced: call it outside of torch.export and make_fx")
+
+
+def in_transforms(call: Call) -> Rewritten | None:
+    """The plain formula for tangents, and for dropout where transforms or modes see the call.
+
+    Raises:
+        NoBackend: dropout inside torch.vmap. BackendFailed: the forced backend has no forward-mode derivatives.
+    """
+    dropped = bool(dropout(call.dropout_p)) and tracing.is_traced(*call.qkv) and not tracing.graphed(*call.qkv)
+    if dropped and tracing.is_mapped():
+        what = "inside torch.vmap, which jacfwd and hessian use"
+        raise NoBackend(f"dropout_p cannot be given {what}: let the examples be rows of one batch")
+    tangents = tracing.has_tangents(*call.qkv, call.bias, call.alibi_slopes)
+    if tangents and call.backend in registry.names() and not hasattr(registry.load(call.backend), "traceable"):
+        raise BackendFailed(NO_TANGENTS.format(call.backend))
+    if call.backend is not None or not (tangents or dropped):
+        return None
+    return Rewritten([call._replace(backend=registry.LAST_RESORT)], only)
+
+
+REWRITES: tuple[Callable[[Call], Rewritten | None], ...] = (
+    shorthands,
+    of_dtensors,
+    in_context_parallel,
+    packing.sink,
+    widths.alignment,
+    packing.key_lens,
+    as_operator,
+    widths.widths,
+    over_mesh,
+    packing.documents,
+    in_transforms,
+    widths.empty,
+)
+
+
+def run(call: Call) -> Any:
+    """What `attend` returns for a call."""
+    route = None if is_dynamo_compiling() else known_route(call)
+    return rewritten(call) if route is None else route.attended(call)
+
+
+def rewritten(call: Call) -> Any:
+    """What `attend` returns for a call without a route; torch.compile traces this as far as the operator."""
+    for rewrite in REWRITES:
+        found = rewrite(call)
+        if found is not None:
+            return found.join([run(each) for each in found.calls])
+    return new_route(call).attended(call)
+
+
+def explained(call: Call) -> list[Explanation]:
+    """The explanations of the problems that a call consists of, without what they have in common said twice."""
+    for rewrite in REWRITES:
+        found = None if rewrite is as_operator else rewrite(call)
+        parts = None if found is None else found.calls if found.explained is None else found.explained()
+        if parts:
+            each = [explained(part) if isinstance(part, Call) else [part] for part in parts]
+            return list({(one.key, one.choice, one.order): one for some in each for one in some}.values())
+    return [explain_problem(Problem.of_call(call), call.backend, call.order)]

@@ -1,0 +1,135 @@
+"""Calls that no backend sees as they are: values of another width than keys, another alignment, empty sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attn_dispatch.decisions.call import Rewritten, only
+from attn_dispatch.decisions.graphs import operators
+from attn_dispatch.decisions.unmeasured import check_names
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.pattern import Dense, Window
+from attn_dispatch.spec.problem import Call, Problem, choose_pattern
+
+_least: Callable[..., Any] = torch.sym_min
+ALIGNMENTS = ("lower_right", "upper_left")
+
+
+def unequal(call: Call) -> bool:
+    """Whether values have another width than keys."""
+    return _have_axes(call) and call.k.shape[-1] != call.v.shape[-1]
+
+
+def is_empty(call: Call) -> bool:
+    """Whether there is nothing to compute."""
+    return _have_axes(call) and 0 in (call.q.numel(), call.k.numel())
+
+
+def _have_axes(call: Call) -> bool:
+    return all(isinstance(x, Tensor) and x.ndim == 4 for x in call.qkv)  # else `Problem.of_call` raises
+
+
+def widths(call: Call) -> Rewritten | None:
+    """q, k and v of one head_dim: columns of zeros change no score, and give columns of zeros in out.
+
+    The scale stays that of the keys' width.
+
+    Raises:
+        InvalidInput: q has another width than k.
+    """
+    if not unequal(call):
+        return None
+    q, k, v = call.qkv
+    if q.shape[-1] != k.shape[-1]:  # said before the padding changes the numbers
+        raise InvalidInput(f"q and k must have one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    width, more = v.shape[-1], k.shape[-1] - v.shape[-1]
+    q, k, v = (q, k, pad(v, (0, more))) if more > 0 else (pad(q, (0, -more)), pad(k, (0, -more)), v)
+
+    def narrowed(results: list[Any]) -> Any:
+        (found,) = results
+        return (found[0][..., :width], found[1]) if call.return_lse else found[..., :width]
+
+    return Rewritten([call._replace(q=q, k=k, v=v, scale=scale)], narrowed)
+
+
+def alignment(call: Call) -> Rewritten | None:
+    """q, k and v whose last tokens are aligned, with the other arguments changed to fit.
+
+    Raises:
+        InvalidInput: an alignment that there is not, or not for this call.
+    """
+    if call.alignment == ALIGNMENTS[0]:
+        return None
+    if call.alignment not in ALIGNMENTS:
+        raise InvalidInput(f"alignment must be one of {ALIGNMENTS}, got {call.alignment!r}")
+    pattern = choose_pattern(call)
+    others = [name for name in ("mesh", "key_lens") if getattr(call, name) is not None]
+    if pattern != Dense(is_causal=True) or others:
+        what = f"with {others[0]}" if others else f"for {pattern}"
+        raise InvalidInput(f"alignment='upper_left' is for causal Dense attention of whole tensors, not {what}")
+    check_whole(call)
+    tokens = call.layout.index("n")
+    q_len, k_len = call.q.shape[tokens], call.k.shape[tokens]
+    if call.alibi_slopes is not None and q_len > k_len:
+        raise InvalidInput(f"alibi_slopes with alignment='upper_left' need q_len <= k_len, got {q_len} and {k_len}")
+    seen = _least(q_len, k_len)  # without a comparison, which a graph would hold
+    changes: dict[str, Any] = {name: getattr(call, name).narrow(tokens, 0, seen) for name in ("k", "v")}
+    for name in ("key_mask", "bias"):
+        if getattr(call, name) is not None:
+            changes[name] = getattr(call, name).narrow(-1, 0, seen)
+    # Queries after the last key see all.
+    return Rewritten([call.with_pattern(Window(None, q_len - seen), alignment=ALIGNMENTS[0], **changes)], only)
+
+
+def check_whole(call: Call) -> None:
+    """Check tensors that are about to be cut. Raises InvalidInput."""
+    if not tracing.graphed(*call.qkv):
+        masks = {name: getattr(call, name) for name in ("layout", "key_mask", "bias", "alibi_slopes")}
+        Problem.of_call(Call(call.q, call.k, _as_wide(call), **masks), may_be_empty=True)
+        return
+    operators.check(*call.qkv, call.layout)  # the operator checks the rest when it runs
+    k_len = call.k.shape[call.layout.index("n")]
+    for name, axis in (("v", call.layout.index("n")), ("key_mask", -1), ("bias", -1)):
+        x: Any = getattr(call, name)
+        if x is not None and not (isinstance(x, Tensor) and x.ndim and x.shape[axis] == k_len):
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(f"{name} must be a tensor with the {k_len} keys of k, got {got}")
+
+
+def empty(call: Call) -> Rewritten | None:
+    """Without queries, or without keys: zeros and -inf, with gradients of zero.
+
+    Raises:
+        InvalidInput: an argument is wrong.
+    """
+    return Rewritten([], lambda _: _nothing(call)) if is_empty(call) else None
+
+
+def _nothing(call: Call) -> Any:
+    check_names(call.backend, call.order)
+    problem, q = Problem.of_call(call, may_be_empty=True), call.q
+    out = q.new_zeros(q.shape, dtype=problem.dtype)
+    shape = (problem.batch, problem.heads, problem.q_len)
+    lse = torch.full(shape, -math.inf, dtype=sum_dtype(problem.dtype), device=q.device)
+    given = [x for x in (*call.qkv, call.bias) if x is not None and x.requires_grad]
+    if torch.is_grad_enabled() and given:
+        zero = sum(x[..., :0].sum() for x in given)  # of no entry, so that NaN does not matter
+        out, lse = out + zero, lse + zero
+    return (out, lse) if call.return_lse else out
+
+
+def _as_wide(call: Call) -> Any:
+    """A tensor like v with k's shape where they differ in width alone, so that everything else can be checked."""
+    k, v = call.k, call.v
+    if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (k, v)) or k.shape[:-1] != v.shape[:-1]:
+        return v
+    return v.new_empty(()).expand(k.shape)

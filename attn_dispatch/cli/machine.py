@@ -1,0 +1,228 @@
+"""What `doctor` and `report` say of this machine: its devices, backends, settings, and what is excluded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from attn_dispatch import settings
+from attn_dispatch.cli.stored import why_unreadable
+from attn_dispatch.cli.tables import Table
+from attn_dispatch.errors import AttnDispatchError, InvalidInput
+from attn_dispatch.settings import NO_HOME, cache_folder
+from attn_dispatch.store import files
+from attn_dispatch.store.folder import Store
+from attn_dispatch.store.quarantine import Quarantine, shown_time, silicons
+from attn_dispatch.text import gib
+
+if TYPE_CHECKING:
+    from attn_dispatch.kernels.contract import Backend
+
+LIFT_HINT = "'attn-dispatch doctor --lift NAME' lifts the quarantines and strikes of a backend"
+ENTRY_HEAD = ("version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason")
+
+Report = Mapping[str, Any]
+
+
+def examined() -> dict[str, Any]:
+    """The plain values that `doctor --json` prints."""
+    from attn_dispatch.kernels.native import library
+    from attn_dispatch.machine.hardware import hardware
+
+    found = hardware()
+    library.check_compiler()
+    return {
+        "hardware": found.to_dict(),
+        "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
+        "backends": _backends(),
+        "native": library.in_use(),
+        "quarantines": to_dicts(entry for each in excluded() for entry in each.entries()),
+        "strikes": to_dicts(entry for each in excluded() for entry in each.strikes()),
+        **_settings(),
+    }
+
+
+def excluded() -> list[Quarantine]:
+    """The quarantine of each silicon in the cache folder."""
+    return [Quarantine(cache_folder(), silicon) for silicon in silicons(cache_folder())]
+
+
+def to_dicts(entries: Any) -> list[dict[str, Any]]:
+    """Entries of a quarantine as plain values."""
+    return [msgspec.to_builtins(entry) for entry in entries]
+
+
+# --- as texts ---------------------------------------------------------------------------------------------------------
+
+
+def lines(report: Report) -> list[str]:
+    """A line for each processor, one for the software, and one for each device that cannot be used."""
+    from attn_dispatch.machine.hardware import hardware
+
+    found = hardware()
+    software = f"torch {found.torch}, CUDA {found.cuda or 'none'}"
+    unusable = [
+        f"{each['device']} cannot be used: {each['unusable']}" for each in report["devices"] if each["unusable"]
+    ]
+    return [*str(found).splitlines(), software, *unusable]
+
+
+def devices(report: Report) -> Table:
+    """Each device with its free memory and the dtype that suits it."""
+    rows = [
+        [each["device"], "unknown" if each["free_bytes"] is None else gib(each["free_bytes"]), each["dtype"],
+         each["dtype_reason"], each["silicon"]]
+        for each in report["devices"]
+    ]  # fmt: skip
+    return Table(("device", "free", "dtype", "why", "silicon"), rows, {0, 2, 3, 4}, "Devices")
+
+
+def backends(report: Report) -> Table:
+    """Each backend with its version, and why it is not usable."""
+    rows = [
+        [each["name"], each["version"] or "-", "yes" if each["usable"] else f"no: {each['reason']}"]
+        for each in report["backends"]
+    ]
+    return Table(("backend", "version", "usable"), rows, {0, 1, 2}, "Backends")
+
+
+def exclusions(report: Report) -> list[Table]:
+    """What is excluded, and what will be after another crash."""
+    return [
+        Table((name, *ENTRY_HEAD), list(map(_entry_cells, report[key])), range(9), caption, f"{name:10} none")
+        for name, key, caption in (("quarantine", "quarantines", "Quarantines"), ("strikes", "strikes", "Strikes"))
+    ]
+
+
+def _entry_cells(item: Report) -> list[str]:
+    end = "lifted" if item["until"] is None else shown_time(item["until"])
+    where = [shown_time(item["created"]), end, item["silicon"], " ".join(item["title"].split())]
+    return [item["backend"], item["version"] or "-", item["kind"], item["scope"] or "all", *where, item["reason"]]
+
+
+def state(report: Report) -> list[tuple[str, str]]:
+    """Names and values: the native kernel, the stored decisions, the settings, what is yet unmeasured."""
+    missed = report["missed"]
+    unwritable = "" if report["writable"] else ", which cannot be written"
+    stored = f"{report['decisions']} in {report['folder']}{unwritable}"
+    stored += f"; {report['unreadable']}" if report["unreadable"] else ""
+    if report["folder"] == str(settings.NOWHERE):
+        stored = f"none: {NO_HOME}"
+    unmeasured = f"{missed['count']}; measure them with: {missed['command']}" if missed["count"] else "none"
+    return [
+        ("native", report["native"]),
+        ("decisions", stored),
+        *([("shared", report["shared"])] if report["shared"] else []),
+        ("mode", f"{report['mode']}   ($ATTN_DISPATCH_MODE)"),
+        ("budget", f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)"),
+        ("missed", missed["reason"] or unmeasured),
+        ("remove", f"delete these after uninstalling, or to start anew: {', '.join(report['leaves']) or 'nothing'}"),
+    ]
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def _device(device: str) -> dict[str, Any]:
+    from attn_dispatch.machine.devices import missing_code, resolve
+    from attn_dispatch.machine.hardware import dtype_advice, silicon
+    from attn_dispatch.machine.memory import available_bytes
+
+    free = None
+    with suppress(RuntimeError):  # this device does not report it
+        free = available_bytes(device)
+    advice = dtype_advice(device)
+    return {
+        "device": device,
+        "silicon": silicon(device),
+        "free_bytes": free,
+        "dtype": advice.dtype,
+        "dtype_reason": advice.reason,
+        "unusable": missing_code(resolve(device)),
+    }
+
+
+def _backends() -> list[dict[str, Any]]:
+    from attn_dispatch.kernels import registry
+    from attn_dispatch.settings import timeout_s
+    from attn_dispatch.tuning import candidates as candidates  # guards the imports of plug-ins
+    from attn_dispatch.tuning import guard
+
+    found = []
+    for name in registry.names():
+        version, reason = None, ""
+        try:
+            backend = registry.load(name)
+            version = guard.run_guarded(partial(registry.version_of, backend), timeout_s())
+            reason = guard.run_guarded(partial(_unusable, backend), timeout_s())
+        except InvalidInput as error:
+            reason = str(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
+            reason = f"raised {type(error).__name__}: {error}"
+        found.append({"name": name, "version": version, "usable": not reason, "reason": reason})
+    return found
+
+
+def _unusable(backend: Backend) -> str:
+    """The reasons that name a missing package or device for a small dense problem; empty if there are none."""
+    import torch
+
+    from attn_dispatch.kernels.contract import refusals_of
+    from attn_dispatch.spec.pattern import Dense
+    from attn_dispatch.spec.shapes import problem_of
+    from attn_dispatch.spec.tensors import default_device
+
+    device = default_device()
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    refusals = refusals_of(backend, problem_of((1, 128, 8, 64), Dense(), dtype, device))
+    return "; ".join(str(refusal) for refusal in refusals if refusal.code in {"not_installed", "device"})
+
+
+def _settings() -> dict[str, Any]:
+    from attn_dispatch.settings import budget_ms, mode
+
+    folder, leaves = cache_folder(), [str(cache_folder())]
+    with suppress(RuntimeError):  # no home folder
+        leaves.append(str(settings.user_folder() or folder))
+    return {
+        "folder": str(folder),
+        "writable": is_writable(folder),
+        "shared": Store(folder).shared(),
+        "decisions": sum(1 for _ in Store(folder).all()),
+        "leaves": [each for each in dict.fromkeys(leaves) if each != str(settings.NOWHERE)],
+        "unreadable": "" if folder == settings.NOWHERE else why_unreadable(folder),
+        "mode": mode(),
+        "budget_ms": budget_ms(),
+        "missed": missed(folder),
+    }
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether decisions can be written to the folder, which need not exist yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def missed(folder: Path) -> dict[str, Any]:
+    """Count and file of the recorded problems that calls could not measure and that have no decision yet."""
+    from attn_dispatch.decisions.look_up import read_stored
+    from attn_dispatch.store.problem_files import MISSED, MOST, parse_record
+    from attn_dispatch.tuning.candidates import Request
+
+    path, count, reason = folder / MISSED, 0, ""
+    try:
+        # More than MOST, since several processes may append before one truncates. Does not block where it is a pipe.
+        text = files.read(path, 4 * MOST).decode()
+        count = sum(read_stored(Request.of(problem)) is None for problem in parse_record(text, path))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, UnicodeDecodeError, AttnDispatchError) as error:
+        reason = f"cannot be read: {error}"
+    command = f"attn-dispatch profile --from {path}" if count else None
+    return {"count": count, "path": str(path), "command": command, "reason": reason}

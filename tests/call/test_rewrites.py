@@ -1,0 +1,164 @@
+"""Rewriters: what each makes of a call, and what explain() says of calls that consist of several."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from attn_dispatch import Dense, Window, attend, explain
+from attn_dispatch.calls import packing, rewrites, routes, widths
+from attn_dispatch.decisions.call import Rewritten
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.registry import LAST_RESORT
+from attn_dispatch.spec.problem import Call
+from tests.support.calls import qkv
+
+pytestmark = pytest.mark.usefixtures("little_time")
+
+Q, K, V = (x.expand(2, -1, -1, -1) for x in qkv())
+LENGTH, HEADS = Q.shape[1:3]
+PLAIN = Call(Q, K, V)
+SINK = torch.zeros(HEADS)
+IDS = torch.tensor([[0] * 6 + [1] * 10, [0] * 6 + [1] * 10])
+
+
+def of(rewriter: Any, **arguments: Any) -> Rewritten:
+    """What a rewriter makes of a call with these arguments."""
+    found = rewriter(PLAIN._replace(**arguments))
+    assert found is not None
+    return found  # type: ignore[no-any-return]
+
+
+def one(rewriter: Any, **arguments: Any) -> Call:
+    (call,) = of(rewriter, **arguments).calls
+    return call
+
+
+def test_a_call_has_the_arguments_of_attend_with_its_defaults() -> None:
+    parameters = inspect.signature(attend).parameters
+    assert tuple(parameters) == Call._fields
+    assert {name: x.default for name, x in parameters.items() if name not in "qkv"} == Call._field_defaults
+
+
+def test_no_rewriter_changes_a_plain_call() -> None:
+    assert [rewriter(PLAIN) for rewriter in rewrites.REWRITES] == [None] * len(rewrites.REWRITES)
+
+
+def test_shorthands() -> None:
+    call = one(rewrites.shorthands, segment_lengths=torch.tensor([4, 8]), dilation_rates=iter([1, 2]))
+    assert (call.segment_lengths, call.dilation_rates) == ((4, 8), (1, 2))
+
+
+def test_sink() -> None:
+    found = of(packing.sink, sink=SINK)
+    (call,) = found.calls
+    assert (call.sink, call.return_lse) == (None, True)
+    out = found.join([(torch.ones_like(Q), torch.zeros(2, HEADS, LENGTH))])  # one key of equal score: half of its value
+    assert torch.allclose(out, torch.tensor(0.5))
+
+
+def test_alignment() -> None:
+    call = one(widths.alignment, q=Q[:, :4], is_causal=True, alignment="upper_left")
+    assert (call.alignment, call.pattern, call.is_causal, call.k.shape[1]) == ("lower_right", Window(None, 0), False, 4)
+
+
+def test_key_lens() -> None:
+    found = of(packing.key_lens, q=Q[:, :1], key_lens=torch.tensor([9, 16]))
+    assert [each.k.shape[:2] for each in found.calls] == [(1, 9), (1, 16)]
+    assert found.join([Q[:1], Q[1:]]).shape == Q.shape
+
+
+def test_as_operator() -> None:
+    with FlopCounterMode(display=False):
+        found = rewrites.as_operator(PLAIN)
+        assert found is not None
+        assert found.calls == []
+        assert torch.allclose(found.join([]), attend(Q, K, V))
+
+
+def test_widths() -> None:
+    found = of(widths.widths, v=V[..., :3])
+    (call,) = found.calls
+    assert call.v.shape == V.shape
+    assert call.scale == Q.shape[-1] ** -0.5
+    assert found.join([Q]).shape[-1] == 3
+
+
+def test_documents() -> None:
+    with FlopCounterMode(display=False):  # a call of its own for each length
+        assert [each.q.shape[:2] for each in of(packing.documents, documents=IDS).calls] == [(2, 6), (2, 10)]
+    assert of(packing.documents, documents=IDS).calls == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
+def test_in_transforms() -> None:
+    backends = []
+
+    def function(q: Any) -> Any:
+        backends.append(one(rewrites.in_transforms, q=q).backend)
+        return q
+
+    transforms: Any = torch.func
+    transforms.jvp(function, (Q,), (Q,))
+    assert backends == [LAST_RESORT]
+
+
+def test_empty() -> None:
+    found = of(widths.empty, q=Q[:, :0])
+    assert found.calls == []
+    assert found.join([]).shape == (2, 0, *Q.shape[2:])
+
+
+def test_a_route_serves_direct_and_rewritten_calls() -> None:
+    """attend() writes out the key that routes.py makes of a call."""
+    bias = torch.zeros(1, 1, LENGTH, LENGTH)
+    several: list[dict[str, Any]] = [{}, {"key_mask": torch.ones(2, LENGTH) > 0}, {"softcap": 3.0}, {"bias": bias}]
+    for masks in several:
+        attend(Q, K, V, return_lse=True, **masks)
+        count = len(routes.routes)
+        attend(Q, K, V, sink=SINK, **masks)
+        assert len(routes.routes) == count
+
+
+def test_a_hit_takes_few_functions() -> None:
+    calls: list[str] = []
+    q, k, v = (x[:1].contiguous() for x in (Q, K, V))
+    with torch.no_grad():
+        attend(q, k, v, backend="sdpa")
+        sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+        attend(q, k, v, backend="sdpa")
+        sys.setprofile(None)
+    assert "rewritten" not in calls
+    assert len(calls) <= 7, calls
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def test_key_lens_are_explained() -> None:
+    found = explain(Q[:, :1], K, V, key_lens=torch.tensor([9, 16]), backend="manual")
+    assert [each.problem.count("[9, ") for each in (found, *found.others)] == [1, 0]
+    assert str(found).count("problem ") == 2
+
+
+def test_documents_are_explained() -> None:
+    """All at once as documents of the mean length, where a backend takes them so; else each length."""
+    assert explain(Q, K, V, documents=IDS, backend="native").others == ()
+    found = explain(Q, K, V, documents=IDS, backend="manual")
+    assert len(found.others) == 1
+    shape, on = (4096, 2, 8), torch.device("meta")
+    x = torch.empty(1, *shape, device=on)
+    assert explain(x, x, x, Dense(), cu_seqlens=torch.tensor([0, 96, 4096])).choice
+
+
+def test_sinks_alignments_and_widths_are_explained() -> None:
+    assert "lse" in explain(Q, K, V, sink=SINK).problem
+    assert "left=None" not in explain(Q, K, V, is_causal=True, alignment="upper_left").problem
+    assert explain(Q, K, V[..., :3]).choice
+    with pytest.raises(InvalidInput, match="q must have at least one entry"):
+        explain(Q[:, :0], K, V)

@@ -1,0 +1,219 @@
+"""How long strikes exclude a version, when they are forgotten, and which ones count as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_dispatch.cli import main
+from attn_dispatch.kernels import registry
+from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.pattern import Dense, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store import quarantine
+from attn_dispatch.store.quarantine import FIRST_HOLD, Entry, Quarantine
+from attn_dispatch.tuning.candidates import Request
+from tests.support.calls import qkv
+from tests.support.fakes import SILICON
+from tests.support.quarantines import abandon, blamed, entry, markers
+
+START = datetime(2026, 1, 1, 12, tzinfo=UTC)
+HOUR, MINUTE, NO = timedelta(hours=1), timedelta(minutes=1), timedelta(0)
+TEN = 10 * MINUTE
+
+
+class Clock:
+    now = START
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(quarantine, "clock", found)
+    return found
+
+
+def found_entry(quarantined: Quarantine) -> Entry | None:
+    return quarantined.find("made_up", "1")
+
+
+def holds(folder: Path, clock: Clock, anew: Callable[[], Quarantine], notes: str) -> list[timedelta]:
+    """The holds after trials that each begin when the last hold ends: deaths (d), hangs seen (h), successes (s)."""
+    found = []
+    for note in notes:
+        if note == "s":
+            anew().clear_strikes("made_up", "1")
+            continue
+        if note == "d":
+            abandon(folder, clock.now)
+        else:
+            anew().add(entry(kind="hung"))
+        quarantined = anew()
+        (each,) = (*quarantined.entries(), *quarantined.strikes())
+        found.append(each.hold)
+        assert each.until is not None
+        clock.now = each.until + MINUTE
+    return found
+
+
+@pytest.mark.parametrize(
+    ("notes", "expected"),
+    [
+        ("dddddd", [NO, TEN, HOUR, 6 * HOUR, 12 * HOUR, 12 * HOUR]),
+        ("hhhhh", [TEN, HOUR, 6 * HOUR, 12 * HOUR, 12 * HOUR]),
+        ("dhd", [NO, TEN, HOUR]),
+        ("dsdd", [NO, NO, TEN]),
+        ("ddsd", [NO, TEN, NO]),
+    ],
+)
+def test_holds(
+    notes: str, expected: list[timedelta], folder: Path, clock: Clock, anew: Callable[[], Quarantine]
+) -> None:
+    assert holds(folder, clock, anew, notes) == expected
+    assert markers(folder) == []
+    assert anew().strikes()[0].reason.endswith(f"; strike {len(notes)}") is ("s" not in notes)
+
+
+def test_a_hold_ends_in_processes_that_run_on_too(
+    folder: Path, clock: Clock, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]
+) -> None:
+    holds(folder, clock, anew, "d")
+    abandon(folder, clock.now)
+    quarantined, first = anew(), clock.now
+    assert found_entry(quarantined) is not None
+    assert "made_up` lets it be tried again" in warnings()[1]
+    assert f"quarantined until {quarantine.shown_time(first + TEN)} UTC" in warnings()[1]
+    for after, is_out in ((TEN - MINUTE, True), (TEN, False), (30 * HOUR, False)):
+        clock.now = first + after
+        for each in (quarantined, anew()):
+            assert (found_entry(each) is not None) is is_out
+            assert bool(each.entries()) is is_out
+
+
+def test_processes_that_die_together_are_one_strike(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    """All ranks of a job at once: trials that began before the first death was recorded."""
+    for number in (1, 2):
+        began = clock.now
+        clock.now += MINUTE
+        for _ in range(4):
+            abandon(folder, began)
+        anew().sweep()
+        clock.now += MINUTE
+        abandon(folder, began)  # found late
+        quarantined = anew()
+        (found,) = (*quarantined.entries(), *quarantined.strikes())
+        assert (found.strikes, found.holds) == (number, number == 2)
+    assert markers(folder) == []
+
+
+def test_a_trial_within_a_hold_makes_none_longer(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    """It is made only where little else is left, or by a process that read the quarantine before."""
+    holds(folder, clock, anew, "dd")
+    clock.now -= 5 * MINUTE
+    for number in range(3, 30):
+        abandon(folder, clock.now)
+        found = found_entry(anew())
+        assert found is not None
+        assert (found.strikes, found.hold) == (number, TEN)
+        clock.now += MINUTE
+
+
+def test_versions_have_separate_strikes(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    given: list[dict[str, Any]] = [{}, {"version": "2"}, {"backend": "other"}]
+    for _ in range(2):
+        for changes in given:
+            abandon(folder, clock.now, **changes)
+        anew().sweep()
+        clock.now += MINUTE
+    assert len(anew().entries()) == 3
+    anew().add(entry(backend="wrong"))
+    anew().clear_strikes("made_up", "1")
+    anew().clear_strikes("wrong", "1")
+    assert [(each.backend, each.version) for each in anew().entries()] == [
+        ("made_up", "2"), ("other", "1"), ("wrong", "1"),
+    ]  # fmt: skip
+
+
+def test_what_is_proven_is_not_replaced_by_a_strike(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    Quarantine(folder, SILICON).add(entry())
+    abandon(folder, START)
+    clock.now += 1000 * HOUR
+    found = found_entry(anew())
+    assert found is not None
+    assert (found.kind, found.until) == ("incorrect", None)
+
+
+def test_a_wrong_clock_excludes_nothing(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
+    clock.now = START + 9000 * HOUR
+    assert holds(folder, clock, anew, "dd") == [NO, TEN]
+    clock.now = START
+    assert anew().entries() == []
+    assert holds(folder, clock, anew, "dd") == [NO, TEN]
+
+
+def test_the_last_resort_is_never_quarantined(folder: Path, anew: Callable[[], Quarantine]) -> None:
+    """There would be nothing else to run."""
+    assert quarantine.LAST_RESORT == registry.LAST_RESORT
+    abandon(folder, START, backend=registry.LAST_RESORT)
+    assert blamed(anew()) == []
+    assert markers(folder) == []
+
+
+def test_the_end_of_a_quarantine_is_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    where = silicon("cpu")
+    problem = Problem.of(*qkv(32), Dense())
+    for _ in range(2):
+        abandon(cache_folder(), clock.now, where, backend="sdpa", version=registry.version_of(registry.load("sdpa")))
+        clock.now += MINUTE
+        Quarantine(cache_folder(), where).reread()
+    (row,) = (each.row for each in Request.of(problem).candidates if each.name == "sdpa")
+    assert row is not None
+    assert row.status == "quarantined"
+    assert "quarantined until 2026-01-01 12:12 UTC" in row.reason
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "until (UTC)" in shown
+    assert "2026-01-01 12:02   2026-01-01 12:12" in shown
+    clock.now += HOUR
+    assert all(each.row is None for each in Request.of(problem).candidates if each.name == "sdpa")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "quarantine none\n" in shown
+    assert "strikes " in shown
+    assert "2026-01-01 12:02" in shown
+
+
+def test_two_deaths_leave_no_problem_to_far_more_work(clock: Clock) -> None:
+    """A window of 64 in 4,096: `manual` and PyTorch's kernels compute all pairs, 32 times as many."""
+    where, long = silicon("cpu"), Problem.of(*qkv(4096), Window(64, 64))
+    out = ("native", "tiles", "flex")
+    able = {each.name for each in Request.of(long).able} & set(out)
+    assert able
+
+    def die() -> None:
+        for name in out:
+            abandon(cache_folder(), clock.now, where, backend=name, version=registry.version_of(registry.load(name)))
+        clock.now += MINUTE
+        Quarantine(cache_folder(), where).reread()
+
+    def excluded(problem: Problem) -> set[str]:
+        rows = [each.row for each in Request.of(problem).candidates]
+        return {row.backend for row in rows if row is not None and row.status == "quarantined"} & able
+
+    die()
+    assert excluded(Problem.of(*qkv(4096), Dense())) == set()
+    die()
+    assert excluded(Problem.of(*qkv(4096), Dense())) == able
+    assert excluded(long) == set()
+    die()  # tried again at once, it died again: that is no accident
+    assert excluded(long) == able
+    clock.now += FIRST_HOLD
+    assert excluded(long) == set()
