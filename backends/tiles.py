@@ -9,9 +9,9 @@ from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, kernel_of
 from attn_dispatch.kernels.hidden import Hidden
+from attn_dispatch.kernels.tiles import memory
 from attn_dispatch.kernels.tiles import run as tile_math
-from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
-from attn_dispatch.kernels.tiles.memory import any_workspace_bytes, cpu_workspace_bytes
+from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, tables_of
 from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, check, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
@@ -58,7 +58,7 @@ def flops(problem: Problem, order: str = NATURAL) -> int:
 
 def workspace_bytes(problem: Problem) -> int:
     """The most bytes in any order of `orders`, tables included."""
-    return max(_workspace_bytes(problem, order) for order in orders(problem))
+    return max(memory.workspace_bytes(problem, order, tile_size(problem, order)) for order in orders(problem))
 
 
 def run(
@@ -96,10 +96,3 @@ def tile_size(problem: Problem, order: str) -> int:
 def _pairs(problem: Problem, order: str) -> int:
     """Estimated tile pairs of one head."""
     return estimated_pairs(problem, order, tile_size(problem, order))
-
-
-def _workspace_bytes(problem: Problem, order: str) -> int:
-    tile = tile_size(problem, order)
-    if problem.device.type == "cpu":
-        return cpu_workspace_bytes(problem, order, tile)
-    return any_workspace_bytes(problem, tile) + tile_table_bytes(problem, order, tile)

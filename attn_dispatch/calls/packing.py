@@ -173,11 +173,10 @@ def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -
         if (decision.silicon, measured_for(usual)) in on_trial:
             return None
         name, order = decision.chosen
-    if name is None or not _takes_all(problem, name, order):
+    run = None if name is None else registry.load(name).run_documents
+    if name is None or run is None or not _takes_all(problem, name, order):
         return None
     with lock:
-        run = registry.load(name).run_documents
-        assert run is not None  # as _takes_all asked
         run = observed(run, measured_for(usual))
         call = _calls_at_once[key] = ResolvedCall(run, problem, name)
         drop_oldest(_calls_at_once, MAX_CALLS)
@@ -197,9 +196,8 @@ def _usual(problem: Problem, rows: list[list[Run]]) -> Problem:
 
 
 def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
-    """Whether a backend takes all documents at once."""
-    able = order in (None, NATURAL) and hasattr(registry.load(name), "run_documents")
-    return able and unmeasured.can_run(problem, (name, NATURAL))
+    """Whether a backend that can take all documents at once takes these."""
+    return order in (None, NATURAL) and unmeasured.can_run(problem, (name, NATURAL))
 
 
 _calls_at_once: dict[Any, ResolvedCall] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,21 @@ from attn_dispatch.spec.problem import Problem
 #: Kernels flush smaller scales to 0.
 SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 LINEAR = 40.0  #: from which on softplus(x) is x, in float64 too
-THREAD_BYTES = 4 * 2**20  #: of the CPU kernel's score tiles, per thread
+PACKED = 64  #: entries to a multiple of which AMX's operands are padded
+
+
+def kernel_bytes(problem: Problem, keys: int) -> int:
+    """Upper bound of what PyTorch's kernel allocates on a CPU: tiles of 256 queries and 512 keys in each thread, and
+    `keys` rows of keys and values packed for AMX.
+
+    Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+    """
+    if problem.device.type != "cpu":
+        return 0
+    amx: Any = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    packed = 2 * keys * -(-problem.head_dim // PACKED) * PACKED * problem.dtype.itemsize
+    tiles = torch.get_num_threads() * 4096 * (512 + problem.head_dim)
+    return tiles + packed * (problem.dtype.itemsize < 4 and amx())
 
 
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

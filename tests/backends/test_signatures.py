@@ -20,6 +20,7 @@ import torch
 from attn_dispatch.backends import flash, sdpa_cudnn, xformers
 from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.kernels.dense import DenseCall, Kernel
 from attn_dispatch.machine import environment
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing.cases import Case
@@ -151,14 +152,15 @@ def test_ops_of_pytorch(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["flash", "efficient", "efficient-mask", "cudnn"],
 )
-def test_ops_of_pytorch_take_the_tensors(kernel: Any, masked: bool) -> None:
+def test_ops_of_pytorch_take_the_tensors(kernel: Kernel, masked: bool) -> None:
     """On tensors without data, PyTorch checks types and works out shapes."""
     q, k, v = (torch.empty(2, 40, heads, 20, dtype=torch.float16, device="meta") for heads in (4, 2, 2))
     if not kernel.grouped:
         k = v = torch.empty_like(q)
     mask = torch.empty(2, 1, 40, 40, device="meta") if masked else None
-    out, lse = kernel.forward(q, k, v, not masked, 0.3, mask)
-    grads = kernel.backward(out, q, k, v, out, lse, not masked, 0.3, mask)
+    call = DenseCall(q, k, v, not masked, 0.3, mask)
+    out, lse = kernel.forward(call)
+    grads = kernel.backward(call, out, out, lse)
     assert (out.shape, lse.shape) == (q.shape, (2, 4, 40))
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
 

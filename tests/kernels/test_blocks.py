@@ -142,5 +142,5 @@ def test_other_patterns() -> None:
 
     with pytest.raises(TypeError, match="no arithmetic for"):
         multiplicity_function(Own(), 4, 4, 1)
-    with pytest.raises(TypeError, match="no blocks for"):
+    with pytest.raises(TypeError, match="no normal form of"):
         blocks_of(Own(), 4, 4, 1, 2)

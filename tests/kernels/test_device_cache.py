@@ -50,7 +50,12 @@ def alive(tensors: list[weakref.ref[Tensor]]) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("backend", "order"),
-    [("triton", SAWTOOTH), *((name, "natural") for name in ("triton", "triton_tiles", "sdpa_mask", "tiles", "flex"))],
+    [
+        ("flex", "natural"),
+        ("tiles", "natural"),
+        *(pytest.param(name, "natural", marks=pytest.mark.full) for name in ("triton_tiles", "sdpa_mask")),
+        pytest.param("triton", SAWTOOTH, marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex", "short_trials")
 def test_tables_outlive_trials_of_others_and_graphs_all_else(

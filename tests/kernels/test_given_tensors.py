@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from attn_dispatch.ring.engine.parts import SOLVERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.shapes import problem_of
 from tests.support.fixtures import INTERPRETED
+from tests.support.pairwise import thinned
 from tests.support.random_calls import LAYOUTS
 
 PRIVATE: Any = torch  #: for names that type checkers do not know
@@ -29,7 +31,6 @@ PATTERNS: dict[str, Pattern] = {
     "flex": Dilated((8, 16), (1, 2)),
 }
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
-BACKENDS = [pytest.param(name, marks=[interpreted] if "triton" in name else []) for name in PATTERNS]
 pytestmark = pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex")
 
 
@@ -44,14 +45,20 @@ EVERY: dict[str, tuple[Pattern, torch.dtype]] = {
 }
 
 
+def of_backends(name: str, values: Iterable[Any], backends: Iterable[str] = PATTERNS) -> pytest.MarkDecorator:
+    """Every run takes all values for `native`, and one for each other: Triton's interpreter is slow."""
+    every = list(values)
+
+    def marks(backend: str, place: int, value: Any) -> list[Any]:
+        few = backend == "native" or (value == every[place % len(every)] and backend != "triton_tiles")
+        return [interpreted] * ("triton" in backend) + [pytest.mark.full] * (not few)
+
+    rows = [(backend, place, value) for place, backend in enumerate(backends) for value in every]
+    return pytest.mark.parametrize(("backend", name), [pytest.param(r[0], r[2], marks=marks(*r)) for r in rows])
+
+
 def in_layouts(*names: str) -> pytest.MarkDecorator:
-    """Backends and layouts; Triton's interpreter is slow."""
-
-    def marks(name: str, layout: str) -> list[Any]:
-        return [interpreted, *[pytest.mark.full] * (layout != "steps")] if "triton" in name else []
-
-    pairs = [(name, layout) for name in names for layout in LAYOUTS]
-    return pytest.mark.parametrize(("backend", "layout"), [pytest.param(*pair, marks=marks(*pair)) for pair in pairs])
+    return of_backends("layout", LAYOUTS, names)
 
 
 def called(backend: str, inputs: Sequence[Tensor], **tensors: Any) -> Any:
@@ -60,8 +67,7 @@ def called(backend: str, inputs: Sequence[Tensor], **tensors: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+@of_backends("which", (0, 1, 2))
 def test_tangents_are_refused(backend: str, which: int) -> None:
     """Dropped, they would be zeros without a word; a level without tangents changes nothing."""
     inputs = [torch.randn(1, 16, 2, 16) for _ in range(3)]
@@ -86,8 +92,7 @@ def test_tangents_of_score_terms_are_refused(backend: str, term: str) -> None:
             called(backend, (x, x, x), **terms)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mask", ["seq_lens", "key_mask"])
+@of_backends("mask", ("seq_lens", "key_mask"))
 def test_a_mask_changed_before_the_backward_pass_is_an_error(backend: str, mask: str) -> None:
     """The backward pass reads it again; that of `flex`, without its compiler, does not."""
     inputs = [torch.randn(1, 16, 2, 16, requires_grad=True) for _ in range(3)]
@@ -103,8 +108,7 @@ def test_a_mask_changed_before_the_backward_pass_is_an_error(backend: str, mask:
             torch.autograd.grad(out.square().sum(), inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("through", ["out", "lse"])
+@of_backends("through", ("out", "lse"))
 def test_views_of_negative_values(backend: str, through: str) -> None:
     """Of which the memory holds the values without their sign, as of a conjugate's imaginary part."""
     tensors = [torch.randn(1, 16, 2, 16) for _ in range(3)]
@@ -135,7 +139,7 @@ def laid_out(layout: str, tensors: dict[str, Tensor], but: Sequence[str] = ()) -
 def test_every_tensor_in_any_layout(backend: str, layout: str) -> None:
     """Masks, terms of the scores and gradients as well as q, k and v."""
     pattern, dtype = EVERY[backend]
-    terms = "bias" in getattr(registry.load(backend), "score_terms", ())
+    terms = "bias" in registry.load(backend).score_terms
     given = {
         "q": torch.randn(2, 16, 2, 16, dtype=dtype),
         "k": torch.randn(2, 16, 1, 16, dtype=dtype),
@@ -182,8 +186,7 @@ def test_the_backward_pass_of_a_part_takes_results_in_any_layout(backend: str, l
         torch.testing.assert_close(unusual, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["documents", "cu_seqlens", "key_lens", "sink"])
+@thinned(("name", "layout"), product(("documents", "cu_seqlens", "key_lens", "sink"), LAYOUTS), 3)
 def test_other_tensors_in_any_layout(name: str, layout: str) -> None:
     values = {
         "documents": torch.tensor([0] * 5 + [1] * 11).expand(3, 16).clone(),

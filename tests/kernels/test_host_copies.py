@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_dispatch.backends import sdpa_mask, tiles
+from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.branches.backend import Branched, Variant
+from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.kernels.dense import CPU_FLASH, CpuFlash
 from attn_dispatch.testing.cases import CASES, Case
 from tests.support.cases import gate
@@ -45,9 +46,11 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.id)
-@pytest.mark.parametrize("backend", [BRANCHED, sdpa_mask, tiles], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", [BRANCHED, *map(registry.load, ("sdpa_mask", "tiles"))], ids=lambda backend: backend.name
+)
 @pytest.mark.usefixtures("streams")
-def test_later_calls_do_not_wait(backend: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_calls_do_not_wait(backend: Backend, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_dispatch.kernels.tiles.run.run_in_threads", in_order)
     for needs_grad in (False, True):
         problem = case.problem(torch.float32, needs_grad=needs_grad)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_dispatch.backends import triton, triton_tiles
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.launch_order import L2Cache, heads_in_turn
 from attn_dispatch.kernels.triton.work_list import (
@@ -364,8 +365,8 @@ def test_any_scale(scale: float) -> None:
 def test_wide_offsets_change_nothing(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("wide", Dilated((32,), (2,)), (1, 32, 2, 16), kv_heads=1, key_mask=True, seq_lens=True, scale=-0.3)
     gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
-    narrow = gate.run(backend)
+    narrow = gate.run(adapted(backend))
     assert gate.check(narrow).failures == ()
     monkeypatch.setattr(backend, "needs_wide_offsets", lambda tensors: True)
-    wide = gate.run(backend)
+    wide = gate.run(adapted(backend))
     assert all(torch.equal(wide[name], narrow[name]) for name in narrow)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from attn_dispatch.backends import triton, triton_tiles
+from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import BlockConfig, precision
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
@@ -187,5 +188,5 @@ def test_products_and_sums_are_fused(
         monkeypatch.setattr(f"attn_dispatch.kernels.triton.few_queries.{name}", kernel)
     case = Case("launched", pattern, (1, q_len, 2, 16), k_len=64)
     example = make(case.problem(torch.float32, needs_grad=q_len > 1))
-    example.call(backend)()
+    example.call(adapted(backend))()
     assert [options.get("enable_fp_fusion") for options in kernel.options] == [True] * launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_triton import interpreted
 from tests.support.compiling import compiled, run_alone
+from tests.support.pairwise import thinned
 
 FEW = (
     Case("one", Dense(is_causal=True), (2, 1, 8, 16), k_len=200, kv_heads=2),
@@ -32,8 +34,7 @@ FEW = (
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@thinned(("case", "dtype"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16))), 3)
 def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case.problem(dtype, needs_grad=True)
     parts = key_parts(problem)

@@ -15,7 +15,7 @@ from torch import Tensor
 from attn_dispatch.backends import triton_tiles
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Result
+from attn_dispatch.kernels.contract import Backend, Result
 from attn_dispatch.kernels.tiles import tables
 from attn_dispatch.kernels.tiles.estimates import most_pairs
 from attn_dispatch.kernels.tiles.lists import TileLists, tile_lists_bytes, tile_lists_of
@@ -133,7 +133,7 @@ def test_lists_fit_their_declared_bytes(pattern: Pattern, length: int, monkeypat
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-class Tiled:
+class Tiled(Backend):
     """The backend in one order, with tiles of one size."""
 
     name = "triton_tiles"
@@ -147,7 +147,7 @@ class Tiled:
 
 def failures(case: Case, order: str, tile: int, dtype: torch.dtype) -> tuple[str, ...]:
     expected = gate(case.problem(dtype, needs_grad=True))
-    return expected.check(expected.run(Tiled(order, tile))).failures  # type: ignore[arg-type]
+    return expected.check(expected.run(Tiled(order, tile))).failures
 
 
 GRID = Neighborhood((9, 11), (5, 3), (2, 1), (False, True))

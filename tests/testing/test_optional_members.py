@@ -19,6 +19,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import conformance, optional, problems
 from attn_dispatch.testing.cases import CASES
 from tests.support.flaws import Planted
+from tests.support.pairwise import thinned
 
 pytestmark = pytest.mark.usefixtures("little_time")  # one thread
 
@@ -119,6 +120,7 @@ def problem_of(case: str, **changes: Any) -> Problem:
     return replace(found, **changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("member", ["partial", "run_documents", "specialized"])
 def test_what_has_no_fault_passes(member: str) -> None:
     """Of every kind, and both members are asked about many problems."""
@@ -138,91 +140,106 @@ def test_what_has_no_fault_passes(member: str) -> None:
     assert any(each.heads > each.kv_heads for each in asked)
 
 
-@pytest.mark.parametrize("name", ["native", "sdpa", "tiles"])
+@thinned("name", ["sdpa", "native", "tiles"], 3)
 def test_members_of_this_package(name: str) -> None:
     backend: Any = registry.load(name)
     some = [problem_of(case) for case in ("causal-both-masks", "longnet-grouped", "window-key-mask", "dense-cross")]
     assert len(conformance(backend, some).computed) >= 2
 
 
+#: By member and fault: the case, the step that is wrong, and what is said of it.
 FAULTS: dict[str, tuple[str, Steps, str]] = {
-    "its own out and lse": ("dense", {"saved": lambda out, lse, own_out, own_lse: (own_out, own_lse)}, "dv is off by"),
-    "its own out": ("dense", {"saved": lambda out, lse, own_out, own_lse: (own_out, lse)}, "dk is off by"),
-    "no gradient of lse": ("dense", {"grad_lse": torch.zeros_like}, "dq is off by"),
-    "no key mask": ("causal-key-mask", {"mask": lambda x: None}, "out is off by"),
-    "lse in base 2": ("causal", {"results": lambda out, lse: (out, lse / math.log(2))}, "lse is off by"),
-    "heads first": (
+    "partial: its own out and lse": (
+        "dense",
+        {"saved": lambda out, lse, own_out, own_lse: (own_out, own_lse)},
+        "dv is off by",
+    ),
+    "partial: its own out": ("dense", {"saved": lambda out, lse, own_out, own_lse: (own_out, lse)}, "dk is off by"),
+    "partial: no gradient of lse": ("dense", {"grad_lse": torch.zeros_like}, "dq is off by"),
+    "partial: no key mask": ("causal-key-mask", {"mask": lambda x: None}, "out is off by"),
+    "partial: lse in base 2": ("causal", {"results": lambda out, lse: (out, lse / math.log(2))}, "lse is off by"),
+    "partial: heads first": (
         "dense",
         {"results": lambda out, lse: (out.transpose(1, 2), lse)},
         "forward gave out [1, 4, 64, 16]",
     ),
-    "lse of tokens first": ("dense", {"results": lambda out, lse: (out, lse.mT)}, "forward gave lse [1, 64, 4]"),
-    "0 for rows without keys": (
+    "partial: lse of tokens first": (
+        "dense",
+        {"results": lambda out, lse: (out, lse.mT)},
+        "forward gave lse [1, 64, 4]",
+    ),
+    "partial: 0 for rows without keys": (
         "window-rows-without-keys",
         {"results": lambda out, lse: (out, lse.clamp(min=0))},
         "lse is off by",
     ),
-}
-
-
-@pytest.mark.parametrize(("case", "steps", "named"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_of_partial_is_named(case: str, steps: Steps, named: str) -> None:
-    problem = problem_of(case)
-    with pytest.raises(AssertionError) as raised:
-        conformance(Other(manual.run, steps=steps), [problem])
-    text = str(raised.value)
-    assert f"partial: {named}" in text
-    assert "run_documents: " not in text
-
-
-DOCUMENT_FAULTS: dict[str, tuple[str, Steps, str]] = {
-    "one document": ("dense", {"lengths": lambda lengths: (sum(lengths),)}, "out is off by"),
-    "one token late": ("dense", {"lengths": lambda x: (x[0] + 1, *x[1:-1], x[-1] - 1)}, "out is off by"),
-    "another pattern": ("causal-key-mask", {"pattern": lambda _: Dense()}, "out is off by"),
-    "no lse": ("dense", {"joined": lambda out, lse: out}, "lse was asked for and not returned"),
-    "another lse": ("longnet-causal", {"joined": lambda out, lse: (out, lse * 1.005)}, "lse is off by"),
-    "no gradient": ("dense", {"joined": lambda out, lse: (out.detach(), lse)}, "dk is off by"),
-}
-
-
-@pytest.mark.parametrize(("case", "steps", "named"), DOCUMENT_FAULTS.values(), ids=DOCUMENT_FAULTS)
-def test_a_fault_of_run_documents_is_named(case: str, steps: Steps, named: str) -> None:
-    with pytest.raises(AssertionError) as raised:
-        conformance(Other(manual.run, steps=steps), [problem_of(case)])
-    text = str(raised.value)
-    assert f"run_documents: {named}" in text
-    assert "partial: " not in text
-
-
-SPECIALIZED_FAULTS: dict[str, tuple[str, Steps, str]] = {
-    "the first call's values": (
+    "run_documents: one document": ("dense", {"lengths": lambda lengths: (sum(lengths),)}, "out is off by"),
+    "run_documents: one token late": ("dense", {"lengths": lambda x: (x[0] + 1, *x[1:-1], x[-1] - 1)}, "out is off by"),
+    "run_documents: another pattern": ("causal-key-mask", {"pattern": lambda _: Dense()}, "out is off by"),
+    "run_documents: no lse": ("dense", {"joined": lambda out, lse: out}, "lse was asked for and not returned"),
+    "run_documents: another lse": ("longnet-causal", {"joined": lambda out, lse: (out, lse * 1.005)}, "lse is off by"),
+    "run_documents: no gradient": ("dense", {"joined": lambda out, lse: (out.detach(), lse)}, "dk is off by"),
+    "specialized: the first call's values": (
         "dense",
         {"tensors": lambda given, clones, views: (clones, given)},
         "other tensors out differs",
     ),
-    "the first call's memory": (
+    "specialized: the first call's memory": (
         "dense",
         {"tensors": lambda given, clones, views: (views, given)},
         "other tensors out differs",
     ),
-    "one result for all calls": (
+    "specialized: one result for all calls": (
         "dense",
         {"specialized": lambda out, lse, kept={}: (kept.setdefault(out.shape, out.clone()).copy_(out), lse)},
         "a second call changed the result",
     ),
-    "other bits": ("longnet-causal", {"specialized": lambda out, lse: (out * 1.0001, lse)}, "out differs from that of"),
-    "other axes": ("dense", {"specialized": lambda out, lse: (out.transpose(1, 2), lse)}, "out is [1, 4, 64, 16] of"),
-    "no lse": ("dense", {"specialized": lambda out, lse: out}, "lse was asked for and not returned"),
-    "another lse": ("causal", {"specialized": lambda out, lse: (out, -lse)}, "heads first: lse differs from"),
-    "another dtype": ("causal", {"specialized": lambda out, lse: (out.double(), lse)}, "torch.float64, that of run"),
+    "specialized: other bits": (
+        "longnet-causal",
+        {"specialized": lambda out, lse: (out * 1.0001, lse)},
+        "out differs from that of",
+    ),
+    "specialized: other axes": (
+        "dense",
+        {"specialized": lambda out, lse: (out.transpose(1, 2), lse)},
+        "out is [1, 4, 64, 16] of",
+    ),
+    "specialized: no lse": ("dense", {"specialized": lambda out, lse: out}, "lse was asked for and not returned"),
+    "specialized: another lse": (
+        "causal",
+        {"specialized": lambda out, lse: (out, -lse)},
+        "heads first: lse differs from",
+    ),
+    "specialized: another dtype": (
+        "causal",
+        {"specialized": lambda out, lse: (out.double(), lse)},
+        "torch.float64, that of run",
+    ),
 }
 
 
-@pytest.mark.parametrize(("case", "steps", "named"), SPECIALIZED_FAULTS.values(), ids=SPECIALIZED_FAULTS)
-def test_a_fault_of_specialized_is_named(case: str, steps: Steps, named: str) -> None:
+def said(kind: str) -> str:
+    """What the checks of a member say of a fault."""
+    (member, _, _), (case, steps, _) = kind.partition(": "), FAULTS[kind]
+    backend, (problem_of_member, failures_of) = Other(manual.run, steps=steps), optional.CHECKS[member]
+    asked = problem_of_member(backend, problem_of(case, return_lse=True))
+    assert asked is not None
+    return "; ".join(failures_of(backend, asked))
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_is_named(kind: str) -> None:
+    assert FAULTS[kind][2] in said(kind)
+
+
+@pytest.mark.parametrize("kind", ["partial: its own out", "run_documents: no lse", "specialized: other bits"])
+def test_conformance_reports_faults_by_member(kind: str) -> None:
+    case, steps, named = FAULTS[kind]
     with pytest.raises(AssertionError) as raised:
         conformance(Other(manual.run, steps=steps), [problem_of(case, return_lse=True)])
-    assert re.search(f"specialized: .*{re.escape(named)}", str(raised.value))
+    member, text = kind.partition(": ")[0], str(raised.value)
+    assert re.search(f"{member}: .*{re.escape(named)}", text)
+    assert not any(f"    {other}: " in text for other in optional.CHECKS if other != member)
 
 
 def test_nothing_specialized_is_right() -> None:

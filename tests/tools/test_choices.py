@@ -12,6 +12,7 @@ import torch
 
 from attn_dispatch import Dense
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.tuning.candidates import Request
 from tools.bench import choices as bench
 from tools.lib import choices
@@ -99,8 +100,7 @@ def test_a_wrong_result_is_not_timed() -> None:
 
     one = Planned(Dense(), (1, 16, 2, 8), torch.float32, False)
     able = {f"{each.name}@{each.order}": each for each in Request.of(one.problem()).able}
-    wrong: Any = Wrong()
-    able["wrong@natural"] = replace(able["manual@natural"], backend=wrong)
+    able["wrong@natural"] = replace(able["manual@natural"], backend=adapted(Wrong()))
     first_ms, found = choices.checked(one.example(), {name: able[name] for name in ("manual@natural", "wrong@natural")})
     assert set(first_ms) == {"manual@natural"}
     assert "out is off" in found["wrong@natural"]

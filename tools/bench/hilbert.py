@@ -117,7 +117,7 @@ def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
 
 def release() -> None:
     for name in (*OURS, *RIVALS):
-        getattr(registry.load(name), "release", lambda: None)()
+        registry.load(name).release()
 
 
 def gain(found: dict[str, Timing], name: str) -> dict[str, float]:

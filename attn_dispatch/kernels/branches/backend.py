@@ -159,8 +159,7 @@ class Variant(NamedTuple):
         kernel: makes the adapter for a problem.
         title: names the kernel where a backend has several.
         patterns: the supported ones; Window requires an adapter that passes the window to its kernel.
-        scratch: bytes that the kernel itself allocates, besides `workspace`.
-        workspace: upper bound of what `branches.run` and its backward allocate.
+        scratch: bytes that the kernel itself allocates, besides `branches.workspace_bytes`.
     """
 
     limits: Limits
@@ -169,7 +168,6 @@ class Variant(NamedTuple):
     package: Package | None = None
     patterns: tuple[type[Pattern], ...] = (Dense, Dilated)
     scratch: Callable[[Problem, BranchPlan], int] = no_scratch
-    workspace: Callable[[Problem, BranchPlan], int] = branches.workspace_bytes
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         found = self.package.refusals() if self.package else []
@@ -256,7 +254,7 @@ def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, BranchPlan, 
     assert variant is not None, f"{backend.name} refuses {problem}"
     kernel = variant.kernel(problem)
     plan = variant.plan(problem, kernel)
-    return kernel, plan, variant.workspace(problem, plan) + variant.scratch(problem, plan)
+    return kernel, plan, branches.workspace_bytes(problem, plan) + variant.scratch(problem, plan)
 
 
 def _combined_refusals(found: list[tuple[Variant, list[Refusal]]]) -> list[Refusal]:

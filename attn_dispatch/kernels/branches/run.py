@@ -12,10 +12,10 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
-from attn_dispatch.kernels.dense import DenseCall, Kernel, with_lse_column
+from attn_dispatch.kernels.dense import CUDA_HEAD_ALIGN, DenseCall, Kernel, with_lse_column
 from attn_dispatch.kernels.heads import kv_head_index
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.numerics import THREAD_BYTES, merge_, sum_dtype, with_positive_scale
+from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, merge_, sum_dtype, with_positive_scale
 from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
@@ -351,22 +351,32 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def workspace_bytes(problem: Problem, plan: BranchPlan) -> int:
     """Upper bound of what `run` and its backward allocate beyond q, k, v, out and their gradients."""
-    item, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
-    step = min(plan.batch_step, problem.batch)
-    q_rows = step * problem.heads * max(b.q.stop - b.q.start for b in plan.blocks)
-    k_rows = step * problem.heads * max(b.k.stop - b.k.start for b in plan.blocks)
-    d = problem.head_dim
-    # Partial out and one piece's out, each also in the wide dtype; lse, its parts and the share.
-    total: int = q_rows * (d * (2 * item + 2 * wide) + 6 * wide) + copied_bytes(problem)
-    # Keys and values copied to each query head, or packed by the kernel.
-    total += 2 * k_rows * d * item
+    row, _ = _row_bytes(problem)
+    q, k = problem.batch * problem.q_len * problem.heads, problem.batch * problem.k_len * problem.kv_heads
+    on_cpu, grads = problem.device.type == "cpu", problem.needs_grad
+    odd = problem.scale < SMALLEST_SCALE[sum_dtype(problem.dtype)] or any("d" not in x[:4] for x in problem.strides)
+    copied = q * grads + 2 * (q + k) * odd + (3 * q + 2 * k) * (grads and problem.return_lse)
+    total: int = copied_bytes(problem) + copied * row + 32 * (q + k * problem.masked) + kernel_bytes(problem, k)
+    if plan.single is not None and not problem.masked and on_cpu:
+        return total
+    pieces = ((block, piece) for block in plan.blocks for piece in block.pieces)
+    return total + max((_piece_bytes(problem, plan, *each) for each in pieces), default=0)
+
+
+def _row_bytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of a row of a head, padded, and with one column more for the gradient of lse; in the wide dtype too."""
+    entries = -(-(problem.head_dim + 1) // CUDA_HEAD_ALIGN) * CUDA_HEAD_ALIGN
+    return entries * problem.dtype.itemsize, entries * sum_dtype(problem.dtype).itemsize
+
+
+def _piece_bytes(problem: Problem, plan: BranchPlan, block: Block, piece: Piece) -> int:
+    """Upper bound of what is there while a piece is computed: the sums of its block, its copies and results."""
+    (row, wide), heads = _row_bytes(problem), len(range(problem.heads)[piece.heads])
+    q, k = heads * piece.q.segments * piece.q.rows, heads * piece.k.segments * piece.k.rows
+    total: int = problem.heads * (block.q.stop - block.q.start) * wide + q * (row + wide)
+    total += 2 * k * row * (not isinstance(piece.kv_heads, slice))  # gathered for each query head
     if problem.needs_grad:
-        # Sums of dq, dk, dv, one piece's gradients, and all tensors with the extra column of a gradient through lse.
-        total += (q_rows + 2 * k_rows) * d * (2 * wide + 2 * item)
-        total += problem.batch * (3 * problem.q_len + 2 * problem.k_len) * problem.heads * (d + 1) * item
-    if any("d" not in kind.split("+")[0][-1:] for kind in problem.strides):
-        rows = 2 * (problem.q_len * problem.heads + problem.k_len * problem.kv_heads)
-        total += problem.batch * rows * d * item  # rows that are not contiguous are copied
-    lse = 4 * problem.batch * problem.q_len * problem.heads * wide
-    threads = torch.get_num_threads() if problem.device.type == "cpu" else 1
-    return total + lse + threads * THREAD_BYTES
+        total += 2 * problem.kv_heads * (block.k.stop - block.k.start) * wide + (q + 2 * k) * row + k * wide
+    if problem.device.type != "cpu":  # kernels copy rows that are not aligned, and sum gradients apart
+        total += (3 * q + 2 * k) * row + (q + 2 * k) * wide * problem.needs_grad
+    return min(plan.batch_step, problem.batch) * total

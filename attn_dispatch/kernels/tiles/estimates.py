@@ -7,7 +7,7 @@ import math
 from attn_dispatch.kernels.heads import head_classes, heads_by_kind
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles.pairs import AT_ONCE
-from attn_dispatch.kernels.tiles.tables import MASK_BYTES
+from attn_dispatch.kernels.tiles.tables import MASK_BYTES, Outline, outline_of
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
@@ -15,7 +15,9 @@ from attn_dispatch.spec.reach import Band
 from attn_dispatch.spec.reordered import token_order_of
 
 PAIR_LIMIT = 2**24  #: of tile pairs
-PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 100, 32, 32  #: while building a table; boxes and positions per axis
+PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 200, 32, 32  #: of tables and while they are built; boxes, positions per axis
+OUTLINED_TOKENS = 2**20  #: of queries and keys: more take long to look at
+OUTLINED_PAIRS = 2**18  #: of tile pairs, of all classes of heads; about 0.1 s
 
 
 def estimated_keys(problem: Problem, order: str, tile: int) -> int:
@@ -97,10 +99,20 @@ def most_axes(problem: Problem) -> int:
     return 2 * len(_bands(problem) or getattr(problem.pattern.natural, "grid", "-"))
 
 
+def outline(problem: Problem, order: str, tile: int) -> Outline:
+    """The outline of the tables; of long sequences an upper bound."""
+    pairs = most_pairs(problem, order, tile) * len(head_classes(problem.pattern, problem.heads))
+    if problem.q_len + problem.k_len <= OUTLINED_TOKENS and pairs <= OUTLINED_PAIRS:
+        return outline_of(problem.pattern, problem.q_len, problem.k_len, problem.heads, order, tile)
+    # Tiles that are not aligned, or of other shapes along a curve, see more than is estimated.
+    return Outline(pairs, pairs, min(-(-problem.k_len // tile), 4 * estimated_keys(problem, order, tile) // tile))
+
+
 def tile_table_bytes(problem: Problem, order: str, tile: int) -> int:
     """Upper bound of the bytes of the tables of all classes of heads, and of building them."""
-    boxes = -(-problem.q_len // tile) * -(-problem.k_len // tile)
-    pairs, axes = most_pairs(problem, order, tile), most_axes(problem)
-    masks = min(pairs * tile**2, MASK_BYTES) * (3 + sum_dtype(problem.dtype).itemsize)
-    one = pairs * PAIR_BYTES + masks + POSITION_BYTES * axes * (problem.q_len + problem.k_len)
-    return one * len(head_classes(problem.pattern, problem.heads)) + min(boxes, AT_ONCE) * BOX_BYTES * axes
+    found, axes = outline(problem, order, tile), most_axes(problem)
+    classes = len(head_classes(problem.pattern, problem.heads))
+    masks = min(found.kinds * tile**2, MASK_BYTES * classes) * (3 + sum_dtype(problem.dtype).itemsize)
+    compared = min(-(-problem.q_len // tile) * -(-problem.k_len // tile), AT_ONCE) * axes
+    places = POSITION_BYTES * axes * (1 + classes) * (problem.q_len + problem.k_len)
+    return found.pairs * PAIR_BYTES + masks + places + BOX_BYTES * compared

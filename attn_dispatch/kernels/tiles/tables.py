@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,8 +26,8 @@ from attn_dispatch.spec.reordered import token_order_of
 from attn_dispatch.spec.tracing import make_plain
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
-MASK_BYTES = 2**25  #: of distinct masks, one byte per entry; a table with more computes them in every call
 OUTLINES = 64  #: problems whose outlines are cached
+MASK_BYTES = 2**25  #: of distinct masks, one byte per entry; a table with more computes them in every call
 ENTRIES = 2**18  #: mask entries computed at once
 MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
 
@@ -162,38 +162,31 @@ def _branches_by_heads(
         yield members, tuple(Branch.of(reach, q_pos, k_pos, k_len) for reach in reaches)
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """What is known of a `TileTable` before its masks are computed.
+class Outline(NamedTuple):
+    """What is known of the tables of all classes of heads before their masks are computed.
 
     Args:
-        near: int64 [query tiles], as in `TileTable`.
-        partial: pairs that may have a mask other than FULL.
-        kinds: of these pairs, at least as many as there are distinct masks.
-        axes: of all branches.
+        pairs: whose boxes meet. kinds: of these pairs, at least as many as there are masks.
+        widest: the most key tiles of a query tile.
     """
 
-    heads: range
-    near: Tensor
-    partial: int
+    pairs: int
     kinds: int
-    axes: int
+    widest: int
 
 
 @lru_cache(maxsize=OUTLINES)
-def outlines_of(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> tuple[Outline, ...]:
-    """Of the tables of each class of heads; takes a small part of the time of building them."""
-    return make_plain(_outlines, pattern, q_len, k_len, heads, order, tile)
+def outline_of(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> Outline:
+    """Takes a small part of the time of building the tables."""
+    return make_plain(_outline, pattern, q_len, k_len, heads, order, tile)
 
 
-def _outlines(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> tuple[Outline, ...]:
-    q_pos, k_pos = _positions(pattern, q_len, k_len, order, tile)
-    found = []
-    for members, branches in _branches_by_heads(pattern, q_len, k_len, heads, q_pos, k_pos):
-        pairs, axes = pairs_of(branches), sum(len(branch.at) for branch in branches)
-        near = torch.bincount(pairs.queries, minlength=len(q_pos))
-        found.append(Outline(members, near, int((~pairs.full).sum()), len(pairs.examples), axes))
-    return tuple(found)
+def _outline(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> Outline:
+    positions = _positions(pattern, q_len, k_len, order, tile)
+    found = [pairs_of(branches) for _, branches in _branches_by_heads(pattern, q_len, k_len, heads, *positions)]
+    counts = [(len(x.queries), len(x.examples), int(x.queries.bincount(minlength=1).max())) for x in found]
+    pairs, kinds, widest = zip(*counts)
+    return Outline(sum(pairs), sum(kinds), max(widest))
 
 
 def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:

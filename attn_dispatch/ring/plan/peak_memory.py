@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from attn_dispatch.kernels.hidden import may_hide
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.kernels.tiles.memory import any_workspace_bytes
+from attn_dispatch.kernels.tiles.memory import call_bytes
 from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.by_position import TILE
 from attn_dispatch.ring.engine.exchange import Sizes
@@ -192,7 +192,7 @@ def _selected(branch: Dilated, length: int) -> int:
 def _tiled_workspace(part: Problem) -> int:
     """Workspace of a part computed by position. A tile of a grid sees only keys near it; other tiles may see all."""
     if not isinstance(part.pattern, Neighborhood):
-        return any_workspace_bytes(part, TILE)
+        return call_bytes(part, TILE, part.k_len)
     span, stride = TILE, 1
     pattern = part.pattern
     for axis in reversed(pattern.axes):
@@ -200,7 +200,7 @@ def _tiled_workspace(part: Problem) -> int:
         stride *= axis.size
     seen = min(part.k_len, span)
     grads = (part.k_len - seen) * 2 * part.batch * part.kv_heads * part.head_dim * sum_dtype(part.dtype).itemsize
-    return any_workspace_bytes(replace(part, k_len=seen), TILE) + (grads if part.needs_grad else 0)
+    return call_bytes(replace(part, k_len=seen), TILE, seen) + (grads if part.needs_grad else 0)
 
 
 def _members(problem: Problem) -> int:
