@@ -198,6 +198,25 @@ def test_commands_within_text_exist() -> None:
     assert set(named) == set(COMMANDS)
 
 
+# --- length -----------------------------------------------------------------------------------------------------------
+
+
+def words(text: str) -> int:
+    """Without the bars and rules of tables."""
+    return sum(any(map(str.isalnum, each)) for each in text.split())
+
+
+def test_the_documentation_is_short() -> None:
+    """One that grows takes as much away."""
+    assert sum(words(text) for page, text in PAGES.items() if page.startswith("docs/")) <= 24_000
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_cells_of_tables_are_short(page: str) -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGES[page].splitlines() if line.startswith("| ")]
+    assert [cell for row in rows for cell in row if words(cell) > 40] == []
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
