@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
 import sys
 from typing import Any
 
@@ -125,16 +126,24 @@ def test_a_route_serves_direct_and_rewritten_calls() -> None:
         assert len(routes.routes) == count
 
 
+HIT = """
+import sys, torch
+from attn_dispatch import attend
+q, calls = torch.randn(1, 16, 2, 8), []
+attend(q, q, q, backend="sdpa")
+sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+attend(q, q, q, backend="sdpa")
+sys.setprofile(None)
+print(*calls)
+"""
+
+
 def test_a_hit_takes_few_functions() -> None:
-    calls: list[str] = []
-    q, k, v = (x[:1].contiguous() for x in (Q, K, V))
-    with torch.no_grad():
-        attend(q, k, v, backend="sdpa")
-        sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
-        attend(q, k, v, backend="sdpa")
-        sys.setprofile(None)
+    """In a process of its own: CPython 3.11 waits for ever where it profiles beside a thread that is to be ended."""
+    done = subprocess.run([sys.executable, "-c", HIT], check=True, stdout=subprocess.PIPE, text=True)
+    calls = done.stdout.split()
     assert "rewritten" not in calls
-    assert len(calls) <= 7, calls
+    assert 0 < len(calls) <= 7, calls
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------
