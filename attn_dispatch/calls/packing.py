@@ -173,10 +173,11 @@ def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -
         if (decision.silicon, measured_for(usual)) in on_trial:
             return None
         name, order = decision.chosen
-    if name is None or not _takes_all(problem, name, order):
+    documents = None if name is None else registry.load(name).run_documents
+    if name is None or documents is None or not _takes_all(problem, name, order):
         return None
     with lock:
-        run = observed(registry.load(name).run_documents, measured_for(usual))
+        run = observed(documents, measured_for(usual))
         call = _calls_at_once[key] = ResolvedCall(run, problem, name)
         drop_oldest(_calls_at_once, MAX_CALLS)
     return call
@@ -196,7 +197,7 @@ def _usual(problem: Problem, rows: list[list[Run]]) -> Problem:
 
 def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
     """Whether a backend takes all documents at once."""
-    able = order in (None, NATURAL) and hasattr(registry.load(name), "run_documents")
+    able = order in (None, NATURAL) and registry.load(name).run_documents is not None
     return able and unmeasured.can_run(problem, (name, NATURAL))
 
 

@@ -102,7 +102,7 @@ def in_transforms(call: Call) -> Rewritten | None:
         what = "inside torch.vmap, which jacfwd and hessian use"
         raise NoBackend(f"dropout_p cannot be given {what}: let the examples be rows of one batch")
     tangents = tracing.has_tangents(*call.qkv, call.bias, call.alibi_slopes)
-    if tangents and call.backend in registry.names() and not hasattr(registry.load(call.backend), "traceable"):
+    if tangents and call.backend in registry.names() and registry.load(call.backend).traceable is None:
         raise BackendFailed(NO_TANGENTS.format(call.backend))
     if call.backend is not None or not (tangents or dropped):
         return None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attn_dispatch.decisions import explanation
+from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.decision import Row
 from attn_dispatch.testing.cases import Case
@@ -60,7 +61,7 @@ def test_without_an_incumbent_the_order_decides_among_close_candidates(incumbent
 def test_a_race_keeps_its_incumbent_among_close_candidates(incumbent: str) -> None:
     """Wherever it stands in the order of preference."""
     timings = {name: entrant(name, cost_ms).timing for name, cost_ms in (("a", 1.0), ("b", 1.005))}
-    candidate = SimpleNamespace(workspace_bytes=0, backend=None)
+    candidate = SimpleNamespace(workspace_bytes=0, backend=Backend())
     runners: Any = {name: (candidate, Admitted(1.0, 1.0, None, 0.0)) for name in timings}
     problem = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
     race = Race(Request.of(problem), runners, incumbent)
@@ -70,7 +71,7 @@ def test_a_race_keeps_its_incumbent_among_close_candidates(incumbent: str) -> No
 
 def test_a_candidate_short_of_time_that_proves_wrong_has_no_row_in_the_race() -> None:
     """Its row is the one of the wrong results, which the race does not know."""
-    candidates = {name: SimpleNamespace(workspace_bytes=0, backend=None, title=name) for name in ("a", "b")}
+    candidates = {name: SimpleNamespace(workspace_bytes=0, backend=Backend(), title=name) for name in ("a", "b")}
     runners: Any = {name: (each, Admitted(1.0, 1.0, None, 0.0)) for name, each in candidates.items()}
     problem = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
     race = Race(Request.of(problem), runners, "a")
