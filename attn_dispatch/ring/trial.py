@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput, RankLost
-from attn_dispatch.kernels.contract import Backend
+from attn_dispatch.kernels.contract import Backend, Result
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.log import logger
 from attn_dispatch.machine.load import NO_LOAD, Load
@@ -21,6 +21,7 @@ from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.ring.sharded_problem import ShardedProblem
+from attn_dispatch.spec.orders import LOCAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Row
 from attn_dispatch.text import one_line, titled
@@ -38,7 +39,6 @@ SMALL = 192  #: tokens of the problem that the gate compares with float64
 SMALL_BATCH = 2
 
 Tensors = tuple[Tensor, Tensor, Tensor]
-Parts = tuple[Tensor, Tensor | None]  #: out and lse
 
 
 def version() -> str:
@@ -90,26 +90,27 @@ class SlowestRank:
     host_ms = cold_ms = device_ms
 
 
-@dataclass
-class _Exchanges:
+@dataclass(frozen=True)
+class _Exchanges(Backend):
     """The exchanges as orders of a backend, of a rank's shard of q, k and v."""
 
     sharded: ShardedProblem
-    name: str = NAME
+    name: str = field(default=NAME, init=False)
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str, **masks: Tensor) -> Parts:
-        return self.sharded.run(order, q, k, v, **masks)
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = LOCAL, **masks: Any) -> Result:
+        out, lse = self.sharded.run(order, q, k, v, **masks)
+        return out if lse is None else (out, lse)
 
 
 class _OfWhole(_Exchanges):
     """The same of whole tensors: out and lse are zero at the other ranks' tokens."""
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str, **masks: Tensor) -> Parts:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = LOCAL, **masks: Any) -> Result:
         at = positions_of(self.sharded.layout, self.sharded.link.rank).to(q.device)
         q_at, k_at, v_at = (x.index_select(1, at) for x in (q, k, v))
         if "key_mask" in masks:
             masks["key_mask"] = masks["key_mask"].index_select(1, at)
-        out, lse = super().run(q_at, k_at, v_at, problem, order=order, **masks)
+        out, lse = self.sharded.run(order, q_at, k_at, v_at, **masks)
         assert lse is not None
         zeros = q.new_zeros(q.shape), lse.new_zeros(*lse.shape[:2], q.shape[1])
         return zeros[0].index_copy(1, at, out), zeros[1].index_copy(2, at, lse)
@@ -137,7 +138,7 @@ class Trial:
         start, said = time.perf_counter(), self.sharded.link.rank > 0
         watch = SlowestRank(self.sharded.link, self.sharded.problem.device)
         runners = dict[str, tuple[Candidate, Admitted]]()
-        backend = cast(Backend, _Exchanges(self.sharded))
+        backend = _Exchanges(self.sharded)
         for name in self.names:
             candidate = Candidate(backend, name, version())
             try:
@@ -181,7 +182,7 @@ class Trial:
             logger.info("%s is not compared with float64: %d ranks for a problem of %d tokens", name, ranks, SMALL)
             return math.inf
         sharded, oracle = _small(self.sharded)
-        watch.mean_ms(lambda: found.update(oracle.run(cast(Backend, _OfWhole(sharded)), name)))
+        watch.mean_ms(lambda: found.update(oracle.run(_OfWhole(sharded), name)))
         reduce = sharded.link.all_reduce
         verdict = oracle.check({name: reduce(x.to(sum_dtype(x.dtype))).to(x.dtype) for name, x in found.items()})
         if verdict.failures:
