@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from textwrap import fill
 
 WIDTH = 120  #: characters of a line that is folded
@@ -29,6 +29,11 @@ def milliseconds(value: float) -> str:
     return f"{value:g} ms" if value >= 1 else f"{value * 1000:g} us"
 
 
+def said(options: Mapping[str, object]) -> list[str]:
+    """The texts whose values are true."""
+    return [text for text, value in options.items() if value]
+
+
 def one_line(error: BaseException) -> str:
     """Format an exception's type and text on one printable line of at most 500 characters."""
     try:
@@ -40,8 +45,6 @@ def one_line(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """Replace white space by blanks and other unprintable characters by question marks."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
@@ -55,8 +58,5 @@ def align(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Lay out rows as printable lines with columns of equal width, left-aligned where in `left`, else right-aligned."""
     rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))]
-        lines.append("   ".join(cells).rstrip())
-    return lines
+    places = [str.ljust if number in left else str.rjust for number in range(len(widths))]
+    return ["   ".join(put(cell, w) for put, cell, w in zip(places, row, widths)).rstrip() for row in rows]

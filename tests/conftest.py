@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-#: Examples of a property: in every run, and with --all or --rest.
+#: Examples of a property: in every run, and with --rest or --all.
 EXAMPLES = {"chosen": 50, "full": 120}
 
 LEFT = pytest.StashKey[int]()  #: how many cases this run leaves out
 
-gc.disable()  # until all is collected: millions of objects are made, and none becomes free
+gc.set_threshold(100_000)  # millions of objects are made while tests are collected, and few become free
 
 # Started in the background (`nohup`, `&`) a shell has these ignored, and so would every process that a test starts.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -24,14 +24,13 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attn-dispatch")
-    group.addoption("--all", action="store_true", help="run every case, and every property with more examples")
-    group.addoption("--rest", action="store_true", help="run what other runs leave out, of the largest grids the half")
+    group.addoption("--all", action="store_true", help="run what --rest runs, and what it leaves out")
+    group.addoption("--rest", action="store_true", help="run what others leave out, properties with more examples")
     group.addoption("--random-problems", type=int, help="how many random problems every backend is held to")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
-        gc.enable()
         return  # the process that starts the others runs no test: it need not load torch
     config.pluginmanager.import_plugin("tests.support.fixtures")
     from hypothesis import settings
@@ -50,11 +49,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def _runs(config: pytest.Config, item: pytest.Item) -> bool:
-    many = item.get_closest_marker("exhaustive") is not None
-    added = item.get_closest_marker("full") is not None
     if config.option.rest:
-        return (added and not many) or item.get_closest_marker("hypothesis") is not None
-    return config.option.all or not (added or many)
+        return any(item.iter_markers("full")) or item.get_closest_marker("hypothesis") is not None
+    return config.option.all or not any(item.iter_markers("full"))
 
 
 @pytest.hookimpl(trylast=True)  # Hypothesis has marked its tests then
@@ -71,22 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         output["left"] = len(left)
 
 
-def pytest_collection_finish() -> None:
-    from hypothesis import given
-    from hypothesis.strategies import none
-
-    # With the first property Hypothesis makes its generator of random numbers, and warns where it sees nothing refer to
-    # it: from Python 3.14 on, that is so once all objects are frozen.
-    given(none())(lambda _: None)()
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """With several processes each of them collects, and this one adds up."""
@@ -96,5 +77,5 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     left = config.stash.get(LEFT, 0)
     if left:
-        other = "--all or a run without --rest" if config.option.rest else "--all or --rest"
+        other = "a run without --rest, or to --all" if config.option.rest else "--rest or --all"
         terminalreporter.write_line(f"{left} cases are left to {other}")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from attn_dispatch import process_state
-from attn_dispatch.log import say_once
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON, fingerprint
@@ -67,9 +66,7 @@ def keep(silicon: str, version: str, winners: Mapping[str, Winner]) -> None:
     folder = cache_folder()
     path, there = _path(folder, silicon), read(folder, silicon)
     try:
-        files.refuse_links(folder, path.parent)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(path.parent):
+        with files.locked(folder, path.parent):
             there = _read(path)  # another process may have added to it
             files.write_checked(folder, path, _merged(there, version, winners))
     except OSError as error:
@@ -117,10 +114,4 @@ def _path(folder: Path, silicon: str) -> Path:
 
 
 def _read(path: Path) -> Kept:
-    try:
-        return files.read_checked(path, Kept)
-    except FileNotFoundError:
-        return Kept()
-    except files.UNREADABLE as error:
-        say_once(f"ignored {path}: {error}")
-        return Kept()
+    return files.read_or_none(path, lambda path: files.read_checked(path, Kept)) or Kept()

@@ -14,11 +14,11 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-SLICE_S = 0.25  #: seconds of one wait; time in which this process is suspended counts as one slice at most
 KILLED_S = 5.0  #: seconds that a killed process is waited for: one in a driver's call may take for ever
 _BEGUN = b"begun\n"
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -66,19 +66,16 @@ class _Child:
         with suppress(BrokenPipeError):  # it has ended, as is read below
             self.process.stdin.write(given)
             self.process.stdin.flush()
-        text, left_s, poll = b"", start_s, select.poll()  # select() takes no descriptor above 1023
+        text, end, poll = b"", time.monotonic() + start_s, select.poll()  # select() takes no descriptor above 1023
         poll.register(self.answer, select.POLLIN)
-        while left_s > 0:
-            if not poll.poll(min(left_s, SLICE_S) * 1e3):
-                left_s -= SLICE_S
-                continue
+        while poll.poll(max(0.0, end - time.monotonic()) * 1e3):
             part = os.read(self.answer, 1 << 16)
             if not part:
                 with suppress(subprocess.TimeoutExpired):
                     return Outcome(text.startswith(_BEGUN), code=self.process.wait(KILLED_S))
                 break
             if not text and part.startswith(_BEGUN):
-                left_s = limit_s
+                end = time.monotonic() + limit_s
             text += part
             if text.endswith(b"\n") and text != _BEGUN:
                 return Outcome(True, json.loads(text.removeprefix(_BEGUN)))

@@ -54,13 +54,11 @@ def cuda_devices() -> tuple[Any, ...]:
 
 
 @cache
-def cuda_identity(index: int) -> tuple[str | None, bool]:
+def cuda_identity(index: int) -> tuple[str, bool]:
     """The UUID of a CUDA device (torch's, without prefix, where NVML gives none) and whether it is a MIG slice."""
     props = cuda_devices()[index]
-    handle = _nvml_handle(props)
-    bare = getattr(props, "uuid", None)
-    uuid = ask_nvml("nvmlDeviceGetUUID", handle) or (None if bare is None else str(bare))
-    return uuid, " MIG " in props.name or _in_mig_mode(handle)
+    handle = _nvml_handle(str(props.uuid))
+    return ask_nvml("nvmlDeviceGetUUID", handle) or str(props.uuid), " MIG " in props.name or _in_mig_mode(handle)
 
 
 def missing_code(device: torch.device) -> str:
@@ -96,16 +94,11 @@ def _runs(code: re.Match[str], here: tuple[int, int]) -> bool:
     return here >= built_for and (here[0] == built_for[0] or (kind == "compute" and not suffix))
 
 
-def _nvml_handle(props: Any) -> Any | None:
+def _nvml_handle(uuid: str) -> Any | None:
     """Find a device's NVML handle by its identity: indices differ, since CUDA_VISIBLE_DEVICES reorders torch's."""
-    bare = str(getattr(props, "uuid", "")).removeprefix("GPU-").removeprefix("MIG-")
-    for prefix in ("MIG-", "GPU-"):
-        if bare and (handle := ask_nvml("nvmlDeviceGetHandleByUUID", prefix + bare)):
-            return handle
-    if not hasattr(props, "pci_bus_id"):
-        return None
-    address = f"{props.pci_domain_id:08x}:{props.pci_bus_id:02x}:{props.pci_device_id:02x}.0"
-    return ask_nvml("nvmlDeviceGetHandleByPciBusId", address)
+    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
+    found = (ask_nvml("nvmlDeviceGetHandleByUUID", prefix + bare) for prefix in ("MIG-", "GPU-"))
+    return next(filter(None, found), None)
 
 
 def _in_mig_mode(handle: Any | None) -> bool:

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -246,22 +247,16 @@ def _read_cpu(root: Path = CGROUP, proc: Path = PROC, caches: Path = _CACHES) ->
 
 @cache
 def _chip(root: Path = CGROUP, proc: Path = PROC) -> Chip:
-    fields = _cpuinfo(proc)
+    fields = cpuinfo(proc)
     return Chip(_model(fields), _instruction_sets(fields), _usable_cores(root, proc))
 
 
-def _cpuinfo(proc: Path) -> dict[str, str]:
-    pairs = (line.partition(":") for line in _first_block(proc / "cpuinfo"))
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _first_block(path: Path) -> list[str]:
-    """The lines before the first empty one, which describe the first core."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            return list(takewhile(str.strip, file))
-    except OSError:
-        return []
+def cpuinfo(proc: Path = PROC) -> dict[str, str]:
+    """What Linux says of the first core, by name; empty where it says nothing."""
+    with suppress(OSError), (proc / "cpuinfo").open(encoding="utf-8") as file:
+        pairs = (line.partition(":") for line in takewhile(str.strip, file))
+        return {key.strip(): value.strip() for key, _, value in pairs}
+    return {}
 
 
 def _model(fields: dict[str, str]) -> str:

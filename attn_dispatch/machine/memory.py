@@ -9,8 +9,7 @@ import ctypes
 import gc
 import importlib
 import mmap
-import os
-import sys
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -37,8 +36,8 @@ LARGE_PAGE = 2**21  #: bytes, on x86-64 and most of aarch64
 
 BLOCK, MOST_BLOCKS = 2**20, 256  #: bytes of a block of free heap, and how many are discarded at most
 
-CLEAR_REFS = Path("/proc/self/clear_refs")
-STATUS = Path("/proc/self/status")
+CLEAR_REFS = PROC / "self" / "clear_refs"
+STATUS = PROC / "self" / "status"
 
 
 def available_bytes(device: torch.device | str) -> int:
@@ -58,7 +57,7 @@ def available_bytes(device: torch.device | str) -> int:
 
 def _host_available(root: Path = CGROUP, proc: Path = PROC) -> int:
     rooms = [host_memory(proc)[1], *(room for _, room in memory_limits(root, proc))]
-    if (left := address_space_left(proc)) is not None:
+    if (left := address_space_left()) is not None:
         rooms.append(left)
     return max(0, min(rooms))
 
@@ -74,10 +73,10 @@ def host_memory(proc: Path = PROC) -> tuple[int, int]:
     return memory.total, memory.available
 
 
-def address_space_left(proc: Path = PROC) -> int | None:
+def address_space_left() -> int | None:
     """Bytes that may still be mapped under RLIMIT_AS; None without that limit."""
-    limit = _address_space_limit(proc)
-    return None if limit is None else limit - _mapped_bytes(proc)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft - _mapped_bytes()
 
 
 def limit_address_space(room: int) -> bool:
@@ -85,12 +84,8 @@ def limit_address_space(room: int) -> bool:
 
     Allocations beyond it fail. A process that maps memory for new threads or libraries has that much less.
     """
-    if sys.platform == "win32":
-        return False
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = _mapped_bytes(PROC) + room
+    wanted = _mapped_bytes() + room
     if soft == resource.RLIM_INFINITY or wanted < soft:
         try:
             resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
@@ -103,22 +98,8 @@ def limit_address_space(room: int) -> bool:
     return False
 
 
-def _address_space_limit(proc: Path) -> int | None:
-    """RLIMIT_AS in bytes; None without a limit."""
-    lines = (read_text(proc / "self" / "limits") or "").splitlines()
-    for words in (line.split() for line in lines if line.startswith("Max address space")):
-        return None if words[3] == "unlimited" else int(words[3])
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _mapped_bytes(proc: Path) -> int:
-    pages = (read_text(proc / "self" / "statm") or "").split()
-    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else int(host_psutil().Process().memory_info().vms)
+def _mapped_bytes() -> int:
+    return int(host_psutil().Process().memory_info().vms)
 
 
 def memory_limits(root: Path, proc: Path) -> Iterator[tuple[int, int]]:
@@ -185,7 +166,7 @@ def _cuda_free(index: int) -> int:
     except RuntimeError:
         # For a slice identified only by its parent board, NVML would return the whole board's memory.
         known, mig = cuda_identity(index)
-        uuid = None if mig and not str(known).startswith("MIG-") else known
+        uuid = None if mig and not known.startswith("MIG-") else known
         memory = ask_nvml("nvmlDeviceGetMemoryInfo", ask_nvml("nvmlDeviceGetHandleByUUID", uuid))
         if memory is None:
             raise
@@ -202,23 +183,11 @@ def _integer(path: Path) -> int | None:
 
 
 def read_text(path: Path) -> str | None:
-    """Read a small file of /proc or /sys, stripped; None where it cannot be read.
-
-    Without Python's file objects, which would be slow: a first call reads dozens.
-    """
+    """Read a small file of /proc or /sys, stripped; None where it cannot be read."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return None
-    try:
-        parts = []
-        while part := os.read(handle, 1 << 16):
-            parts.append(part)
-    except OSError:
-        return None
-    finally:
-        os.close(handle)
-    return b"".join(parts).decode().strip()
 
 
 def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.checks import boolean, choice, integer
+from attn_dispatch.spec.checks import boolean, choice, integer, number
 from attn_dispatch.spec.pattern import Dilated
 
 SPELLINGS = {"dim": "embed_dim", "heads": "num_heads", "kv_heads": "num_kv_heads"}
@@ -98,10 +98,13 @@ class AttentionConfig:
         for name in ("bias", "is_causal", "sub_norm", "like_torchscale", "cross_attention"):
             boolean(name, getattr(self, name))
         for name in ("attention_dropout", "dropout", "activation_dropout", "drop_path_rate"):
-            put(name, _number(name, getattr(self, name), lambda p: 0 <= p < 1, "from 0 up to, but not, 1"))
-        put("norm_eps", _number("norm_eps", self.norm_eps, lambda eps: eps > 0, "above 0"))
+            put(name, number(name, getattr(self, name), lambda p: 0 <= p < 1, "a number from 0 up to, but not, 1"))
+        put("norm_eps", number("norm_eps", self.norm_eps, lambda eps: eps > 0, "a number above 0"))
         if self.rotary_base is not None:
-            put("rotary_base", _number("rotary_base", self.rotary_base, lambda base: base > 1, "above 1, or None"))
+            put(
+                "rotary_base",
+                number("rotary_base", self.rotary_base, lambda base: base > 1, "a number above 1, or None"),
+            )
         choice("activation", self.activation, ACTIVATIONS)
         if self.embed_dim % self.num_heads:
             raise InvalidInput(f"embed_dim must be a multiple of num_heads, got {self.embed_dim} and {self.num_heads}")
@@ -202,9 +205,3 @@ def _not_twice(embed_dim: int, values: Mapping[str, Any]) -> dict[str, Any]:
     if rest.pop("embed_dim", embed_dim) != embed_dim:
         raise InvalidInput(f"embed_dim is given twice, as {embed_dim!r} and by keyword")
     return rest
-
-
-def _number(name: str, value: object, in_range: Callable[[float], bool], allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not in_range(value):
-        raise InvalidInput(f"{name} must be a number {allowed}, got {value!r}")
-    return float(value)

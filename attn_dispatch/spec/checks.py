@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar
 
@@ -43,6 +43,12 @@ def real(value: object) -> float:
         with suppress(OverflowError, RuntimeError, TypeError, ValueError):  # tensors and arrays of several numbers
             return float(value)
     return math.nan
+
+
+def number(name: str, value: object, fits: Callable[[float], bool], kind: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+        raise InvalidInput(f"{name} must be {kind}, got {value!r}")
+    return float(value)
 
 
 def reals(values: object) -> list[float]:

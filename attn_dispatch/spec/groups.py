@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from attn_dispatch.text import said
+
 SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: fields of a pattern; others are its class
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
 #: What a call may do to the scores besides scaling them, and the fields of a problem that say so, left out if empty.
@@ -86,11 +88,11 @@ def title(problem: Mapping[str, Any]) -> str:
     found = describe(problem)
     words = [f"{found['dtype']} d{found['head_dim']}", _pattern_title(found["pattern"])]
     words += ["forward + backward" if found["needs_grad"] else "forward"]
-    words += (
-        ["seq_lens"] * found["has_seq_lens"] + ["key_mask"] * found["has_key_mask"] + ["dropout"] * found["dropout"]
+    words += said(
+        {"seq_lens": found["has_seq_lens"], "key_mask": found["has_key_mask"], "dropout": found["dropout"]}
+        | dict.fromkeys(found.get("score_terms", ()), True)
+        | {f"ranks {found['ranks']}": found["ranks"] > 1, found["device"]: found["device"] != "cpu"}
     )
-    words += found.get("score_terms", [])
-    words += [f"ranks {found['ranks']}"] * (found["ranks"] > 1) + [found["device"]] * (found["device"] != "cpu")
     return " ".join(words)
 
 
@@ -106,7 +108,7 @@ def _pattern_title(pattern: Mapping[str, Any]) -> str:
         words.append("stride=" + ",".join(map(str, pattern["stride"])))
     causal = pattern.get("is_causal", not pattern.get("ahead", True))
     axes = causal if isinstance(causal, list | tuple) else [causal]
-    words += ["causal" if all(axes) else "causal=" + ",".join(str(int(axis)) for axis in axes)] * any(axes)
-    words += ["sinks"] * ("with_sinks" in pattern)
+    which = "" if all(axes) else "=" + ",".join(str(int(axis)) for axis in axes)
+    words += said({f"causal{which}": any(axes), "sinks": "with_sinks" in pattern})
     words += [f"{name}={pattern[name]}" for name, usual in USUAL.items() if pattern.get(name, usual) != usual]
     return f"{pattern['kind']}({' '.join(words)})"

@@ -17,12 +17,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-Sizes: TypeAlias = tuple[
-    int, int, int
-]  #: sizes of a box: of the crossed axis, of the longer of the others, of the third
-Side: TypeAlias = tuple[
-    int, int, int
-]  #: an axis of the whole box, and the first and last coordinate of a part along it
+Three: TypeAlias = tuple[int, int, int]
+Sizes: TypeAlias = Three  #: of a box: of the crossed axis, of the longer of the others, of the third
+Side: TypeAlias = Three  #: an axis of the whole box, and the first and last coordinate of a part along it
 Part: TypeAlias = tuple[Side, Side, Side]
 Points: TypeAlias = tuple[Tensor, ...]  #: one coordinate each, int32 [points]
 

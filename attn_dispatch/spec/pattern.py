@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import ascending, boolean, choice, integer, integers, neighborhood
 from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_reach
+from attn_dispatch.text import said
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -105,6 +106,14 @@ class Pattern(ABC):
         if bands is None:
             raise TypeError(f"no normal form of {self!r}")
         return [band.reach(queries, keys, k_len) for band in bands]
+
+    def pairs(self, q_len: int, k_len: int, offsets: Offsets) -> int:
+        """Query-key pairs of a head with these offsets, each as often as the query sees the key."""
+        return sum(band.pairs(q_len, k_len) for band in self.bands(q_len, k_len, offsets) or ())
+
+    def lengthened(self, length: int, longer: int) -> Pattern | None:
+        """The pattern where the sequence grows from `length` keys to `longer`; None where it fixes their number."""
+        return self
 
     def check(self, q_len: int, k_len: int) -> None:  # noqa: B027 - most patterns fit all lengths
         """Raise InvalidInput where the pattern cannot be used with these lengths."""
@@ -289,6 +298,9 @@ class Dilated(Pattern):
             counts += q_selected[:, :, None] & k_selected[:, None, :] & together
         return counts
 
+    def lengthened(self, length: int, longer: int) -> Pattern:
+        return replace(self, segment_lengths=tuple(longer if w == length else w for w in self.segment_lengths))
+
     def check(self, q_len: int, k_len: int) -> None:
         _check_not_longer(self, q_len, k_len)
 
@@ -322,10 +334,10 @@ class Dilated(Pattern):
         return plain if shared else {name: plain[name] for name in plain if name not in ("first_head", "all_heads")}
 
     def __str__(self) -> str:
-        options = ["causal"] * self.is_causal
-        options += ["offsets=block"] * (self.offsets == "block") + ["heads=split"] * (self.heads == "split")
-        options += [f"heads from {self.first_head} of {self.all_heads}"] * bool(self.first_head or self.all_heads)
-        return f"Dilated({', '.join([str(self.segment_lengths), str(self.dilation_rates), *options])})"
+        share = f"heads from {self.first_head} of {self.all_heads}"
+        options = {"causal": self.is_causal, "offsets=block": self.offsets == "block"}
+        options |= {"heads=split": self.heads == "split", share: bool(self.first_head or self.all_heads)}
+        return f"Dilated({', '.join([str(self.segment_lengths), str(self.dilation_rates), *said(options)])})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +389,22 @@ class Neighborhood(Pattern):
     def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
         return [grid_reach(self.axes, queries + (k_len - q_len), keys)]
 
+    def pairs(self, q_len: int, k_len: int, offsets: Offsets) -> int:
+        import torch
+
+        seen, stride, places = torch.ones(q_len, dtype=torch.int64), k_len, torch.arange(k_len - q_len, k_len)
+        for axis in self.axes:
+            stride //= axis.size
+            seen *= axis.counts()[places // stride % axis.size]
+        return int(seen.sum())
+
+    def lengthened(self, length: int, longer: int) -> None:
+        return None
+
     def check(self, q_len: int, k_len: int) -> None:
         _check_not_longer(self, q_len, k_len)
         product = 1
-        for size in self.grid:
+        for size in self.grid:  # may be symbolic
             product *= size
         if product != k_len:
             raise InvalidInput(f"grid {self.grid} holds {product} tokens, but the sequence has {k_len}")
@@ -397,11 +421,9 @@ class Neighborhood(Pattern):
         return plain if max(self.stride) > 1 else {name: plain[name] for name in plain if name != "stride"}
 
     def __str__(self) -> str:
-        options = [f"grid={self.grid}", f"window={self.window}"]
-        options += [f"dilation={self.dilation}"] * (set(self.dilation) != {1})
-        options += [f"causal={self.is_causal}"] * any(self.is_causal) + ["edges=shift"] * (self.edges == "shift")
-        options += [f"stride={self.stride}"] * (max(self.stride) > 1)
-        return f"Neighborhood({', '.join(options)})"
+        options = {f"dilation={self.dilation}": max(self.dilation) > 1, f"causal={self.is_causal}": any(self.is_causal)}
+        options |= {"edges=shift": self.edges == "shift", f"stride={self.stride}": max(self.stride) > 1}
+        return f"Neighborhood({', '.join([f'grid={self.grid}', f'window={self.window}', *said(options)])})"
 
 
 def _check_not_longer(pattern: Pattern, q_len: int, k_len: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.checks import boolean, integer
+from attn_dispatch.spec.checks import boolean, integer, number
 from attn_dispatch.spec.groups import SCORE_TERMS, key_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.reordered import Reordered
@@ -36,6 +36,7 @@ from attn_dispatch.spec.tensors import (
     stride_class,
 )
 from attn_dispatch.spec.torch_settings import current_flash, deterministic, matmul_precision
+from attn_dispatch.text import said
 
 LARGEST_SOFTCAP = 1e30  #: scores are float32 in most kernels
 PRECISIONS = ("highest", "high", "medium")
@@ -117,7 +118,7 @@ class Problem:
 
     Lengths are in tokens, `head_dim` in elements. `pattern` is the simplest pattern with this meaning at these
     lengths. `dtype` is the compute dtype: under autocast, the autocast dtype. `strides` are the classes of the memory
-    order of q, k and v (see `strides.stride_class`). `ranks` is the number of ranks that share the sequence; lengths
+    order of q, k and v (see `tensors.stride_class`). `ranks` is the number of ranks that share the sequence; lengths
     are those of the whole sequence. `softcap` is 0 for none; `bias` is (1 or batch, 1 or heads), the sizes of the
     bias's first axes, and () for none; `alibi_axes` is 1 for slopes [heads], 2 for [batch, heads], 0 for none.
     `flash_kernel` is what takes the place of PyTorch's flash kernel on CUDA, "" for nothing (`torch_settings`).
@@ -311,13 +312,13 @@ class Problem:
             str(self.pattern),
             "forward + backward" if self.needs_grad else "forward",
         ]
-        parts += ["seq_lens"] * self.has_seq_lens + ["key_mask"] * self.has_key_mask
-        parts += ["lse"] * self.return_lse + ["deterministic"] * self.deterministic
-        parts += [f"dropout {self.dropout_p:g}"] * (self.dropout_p > 0) + [f"ranks {self.ranks}"] * (self.ranks > 1)
-        parts += ["scale given"] * (not self.default_scale) + list(self.score_terms)
-        parts += [f"matmul {self.matmul_precision}"] * (self.matmul_precision != "highest")
-        parts += [f"PyTorch's flash kernel {self.flash_kernel}"] * (self.flash_kernel != "")
-        return "   ".join(parts)
+        options = {"seq_lens": self.has_seq_lens, "key_mask": self.has_key_mask, "lse": self.return_lse}
+        options |= {"deterministic": self.deterministic, f"dropout {self.dropout_p:g}": self.dropout_p > 0}
+        options |= {f"ranks {self.ranks}": self.ranks > 1, "scale given": not self.default_scale}
+        options |= dict.fromkeys(self.score_terms, True)
+        options |= {f"matmul {self.matmul_precision}": self.matmul_precision != "highest"}
+        options |= {f"PyTorch's flash kernel {self.flash_kernel}": self.flash_kernel != ""}
+        return "   ".join([*parts, *said(options)])
 
 
 def choose_pattern(call: Call) -> Pattern:
@@ -379,24 +380,17 @@ def _check_fields(problem: Problem) -> None:
 
 
 def _scale(scale: object) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= sys.float_info.max:
-        raise InvalidInput(f"scale must be a finite number or None, got {scale!r}")
-    return float(scale)
+    return number("scale", scale, lambda x: abs(x) <= sys.float_info.max, "a finite number or None")
 
 
 def _softcap(softcap: object) -> float:
-    if softcap is None:
-        return 0.0
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0 < softcap <= LARGEST_SOFTCAP:
-        raise InvalidInput(f"softcap must be a number > 0, {LARGEST_SOFTCAP:g} at most, or None, got {softcap!r}")
-    return float(softcap)
+    kind = f"a number > 0, {LARGEST_SOFTCAP:g} at most, or None"
+    return 0.0 if softcap is None else number("softcap", softcap, lambda x: 0 < x <= LARGEST_SOFTCAP, kind)
 
 
 def dropout(dropout_p: object) -> float:
     """`dropout_p`, checked."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
-        raise InvalidInput(f"dropout_p must be a number with 0 <= dropout_p < 1, got {dropout_p!r}")
-    return float(dropout_p)
+    return number("dropout_p", dropout_p, lambda p: 0 <= p < 1, "a number with 0 <= dropout_p < 1")
 
 
 def _strides(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, str, str]:

@@ -60,6 +60,9 @@ class Reordered(Pattern):
             queries, keys = at.to(queries.device)[queries], at.to(keys.device)[keys]
         return self.pattern.reaches(queries, keys, q_len, k_len, offsets)
 
+    def lengthened(self, length: int, longer: int) -> None:
+        return None
+
     def check(self, q_len: int, k_len: int) -> None:
         self.pattern.check(q_len, k_len)
         if q_len != k_len:

@@ -23,28 +23,18 @@ def measured_for(problem: Problem) -> Problem:
     Of documents of packed rows, that of powers of two of their number and length. A grid has its number of keys, and is
     measured as it is.
     """
-    k_len, pattern = 1 << (problem.k_len - 1).bit_length(), problem.pattern
+    k_len = 1 << (problem.k_len - 1).bit_length()
+    pattern = problem.pattern.lengthened(problem.k_len, k_len)
     if problem.is_document:
         plain = replace(problem, is_document=False)
-        if not isinstance(pattern, Dense | Window | Dilated):
+        if pattern is None:
             return plain
         batch = 1 << (problem.batch.bit_length() - 1)
         bias = tuple(min(size, most) for size, most in zip(problem.bias, (batch, problem.heads)))
-        return replace(plain, batch=batch, q_len=k_len, k_len=k_len, bias=bias, pattern=_lengthened(problem, k_len))
-    if problem.q_len > FEW_QUERIES or problem.q_len >= problem.k_len or k_len == problem.k_len:
+        return replace(plain, batch=batch, q_len=k_len, k_len=k_len, bias=bias, pattern=pattern)
+    if pattern is None or problem.q_len > FEW_QUERIES or problem.q_len >= problem.k_len or k_len == problem.k_len:
         return problem
-    if not isinstance(pattern, Dense | Window | Dilated):
-        return problem
-    return replace(problem, k_len=k_len, pattern=_lengthened(problem, k_len))
-
-
-def _lengthened(problem: Problem, k_len: int) -> Pattern:
-    """The problem's pattern for more keys: a segment as long as the sequence grows with it."""
-    pattern = problem.pattern
-    if not isinstance(pattern, Dilated):
-        return pattern
-    lengths = (k_len if length == problem.k_len else length for length in pattern.segment_lengths)
-    return replace(pattern, segment_lengths=tuple(lengths))
+    return replace(problem, k_len=k_len, pattern=pattern)
 
 
 @lru_cache(1024)
@@ -52,19 +42,8 @@ def pair_count(pattern: Pattern, q_len: int, k_len: int, heads: int) -> int:
     """Query-key pairs of all heads that a pattern has, each as often as the query sees the key."""
     natural = pattern.natural
     with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
-        total = 0
-        for offsets, count in Counter(natural.head_offsets(head, heads) for head in range(heads)).items():
-            bands = natural.bands(q_len, k_len, offsets)
-            if bands is not None:
-                total += count * sum(band.pairs(q_len, k_len) for band in bands)
-                continue
-            assert isinstance(natural, Neighborhood)
-            seen, stride, places = torch.ones(q_len, dtype=torch.int64), k_len, torch.arange(k_len - q_len, k_len)
-            for axis in natural.axes:
-                stride //= axis.size
-                seen *= axis.counts()[places // stride % axis.size]
-            total += count * int(seen.sum())
-        return total
+        counts = Counter(natural.head_offsets(head, heads) for head in range(heads))
+        return sum(count * natural.pairs(q_len, k_len, offsets) for offsets, count in counts.items())
 
 
 def quick_problems(device: torch.device) -> list[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -12,6 +12,12 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS, MASK, FLOATING = "an int32 or int64 tensor", "a bool tensor (True = may be seen)", "a floating-point tensor"
+KINDS: dict[str, Callable[[torch.dtype], bool]] = {
+    INTEGERS: lambda dtype: dtype in (torch.int32, torch.int64),
+    MASK: lambda dtype: dtype == torch.bool,
+    FLOATING: lambda dtype: dtype.is_floating_point,
+}  #: of tensors beside q, k and v
 LAYOUTS = ("bnhd", "bhnd")
 AXES = "bnhd"
 NAME = re.compile(r"([bnhd]*)(?:\+gaps)?(?:\+unaligned)?(?:\+expanded:([bnhd]+))?")
@@ -65,9 +71,8 @@ def randn(
         # Pad to a multiple of 16 bytes, or by one entry more.
         per_16_bytes, past = 16 // dtype.itemsize, "unaligned" in flags
         if len(name) == 1 or (name[-1] != "d" and not past):
-            step = (
-                per_16_bytes + past
-            )  # unused entries after every entry: there is no row, or rows could not be aligned
+            # Unused entries after every entry: there is no row, or rows could not be aligned.
+            step = per_16_bytes + past
         else:
             padded[-1] = (padded[-1] // per_16_bytes + 1) * per_16_bytes + past  # after every row
     base = torch.empty([*padded, step], dtype=dtype, device=device)[..., 0]
@@ -156,19 +161,27 @@ def common_shapes(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int, in
     return q[0], q[1], q[2], q[3], k[1], k[2]
 
 
+def _check(
+    name: str, x: object, kind: str, shapes: Collection[tuple[int, ...]], shape: str, device: torch.device
+) -> Tensor:
+    """Check a tensor that goes with q; `kind` is one of `KINDS`, `shape` says what its shape may be."""
+    if not isinstance(x, Tensor) or not KINDS[kind](x.dtype):
+        raise InvalidInput(f"{name} must be {kind}, got {_kind(x)}")
+    if tuple(x.shape) not in shapes:
+        raise InvalidInput(f"{name} must have shape {shape}, got {list(x.shape)}")
+    if x.device != device:
+        raise InvalidInput(f"{name} must be on q's device {device}, got {x.device}")
+    return x
+
+
 def check_seq_lens(seq_lens: object, batch: int, q_len: int, k_len: int, device: torch.device) -> None:
     if seq_lens is None:
         return
-    if not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64):
-        raise InvalidInput(f"seq_lens must be an int32 or int64 tensor, got {_kind(seq_lens)}")
-    if list(seq_lens.shape) != [batch]:
-        raise InvalidInput(f"seq_lens must have shape [batch] = [{batch}], got {list(seq_lens.shape)}")
-    if seq_lens.device != device:
-        raise InvalidInput(f"seq_lens must be on q's device {device}, got {seq_lens.device}")
+    lens = _check("seq_lens", seq_lens, INTEGERS, [(batch,)], f"[batch] = [{batch}]", device)
     if q_len != k_len:
         raise InvalidInput(f"seq_lens needs q_len == k_len, got {q_len} and {k_len}; key_mask has no such limit")
-    if not tracing.graphed(seq_lens):
-        check_seq_lens_values(seq_lens, q_len)
+    if not tracing.graphed(lens):
+        check_seq_lens_values(lens, q_len)
 
 
 def check_seq_lens_values(seq_lens: Tensor, q_len: int) -> None:
@@ -183,14 +196,9 @@ def check_seq_lens_values(seq_lens: Tensor, q_len: int) -> None:
 
 
 def check_key_mask(key_mask: object, batch: int, k_len: int, device: torch.device) -> None:
-    if key_mask is None:
-        return
-    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-        raise InvalidInput(f"key_mask must be a bool tensor (True = may be seen), got {_kind(key_mask)}")
-    if list(key_mask.shape) != [batch, k_len]:
-        raise InvalidInput(f"key_mask must have shape [batch, k_len] = [{batch}, {k_len}], got {list(key_mask.shape)}")
-    if key_mask.device != device:
-        raise InvalidInput(f"key_mask must be on q's device {device}, got {key_mask.device}")
+    if key_mask is not None:
+        allowed = f"[batch, k_len] = [{batch}, {k_len}]"
+        _check("key_mask", key_mask, MASK, [(batch, k_len)], allowed, device)
 
 
 def check_sink(sink: object, q: Tensor, layout: str) -> None:
@@ -199,7 +207,7 @@ def check_sink(sink: object, q: Tensor, layout: str) -> None:
         return  # what `of` raises for
     heads = q.shape[2 if layout == "bnhd" else 1]
     if not isinstance(sink, Tensor) or not sink.is_floating_point():
-        raise InvalidInput(f"sink must be a floating-point tensor, got {_kind(sink)}")
+        raise InvalidInput(f"sink must be {FLOATING}, got {_kind(sink)}")
     if list(sink.shape) != [heads] or sink.device != q.device:
         where = f"{list(sink.shape)} on {sink.device}"
         raise InvalidInput(f"sink must have shape [heads] = [{heads}] on {q.device}, got {where}")
@@ -207,30 +215,19 @@ def check_sink(sink: object, q: Tensor, layout: str) -> None:
 
 def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.device) -> None:
     """Check a bias against the shape [batch, heads, q_len, k_len] of the scores."""
-    if bias is None:
-        return
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
-        raise InvalidInput(f"bias must be a floating-point tensor, got {_kind(bias)}")
-    batch, heads, q_len, k_len = shape
-    fits = bias.ndim == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
-    if not fits or tuple(bias.shape[2:]) != (q_len, k_len):
-        allowed = f"[1 or batch, 1 or heads, q_len, k_len] = [1 or {batch}, 1 or {heads}, {q_len}, {k_len}]"
-        raise InvalidInput(f"bias must have shape {allowed}, got {list(bias.shape)}")
-    if bias.device != device:
-        raise InvalidInput(f"bias must be on q's device {device}, got {bias.device}")
+    if bias is not None:
+        batch, heads, *rest = shape
+        allowed = f"[1 or batch, 1 or heads, q_len, k_len] = [1 or {batch}, 1 or {heads}, {rest[0]}, {rest[1]}]"
+        shapes = [(rows, each, *rest) for rows in (1, batch) for each in (1, heads)]
+        _check("bias", bias, FLOATING, shapes, allowed, device)
 
 
 def check_alibi_slopes(slopes: object, batch: int, heads: int, device: torch.device) -> None:
     if slopes is None:
         return
-    if not isinstance(slopes, Tensor) or not slopes.is_floating_point():
-        raise InvalidInput(f"alibi_slopes must be a floating-point tensor, got {_kind(slopes)}")
-    if tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        allowed = f"[heads] = [{heads}] or [batch, heads] = [{batch}, {heads}]"
-        raise InvalidInput(f"alibi_slopes must have shape {allowed}, got {list(slopes.shape)}")
-    if slopes.device != device:
-        raise InvalidInput(f"alibi_slopes must be on q's device {device}, got {slopes.device}")
-    if slopes.requires_grad and torch.is_grad_enabled():
+    allowed, shapes = f"[heads] = [{heads}] or [batch, heads] = [{batch}, {heads}]", [(heads,), (batch, heads)]
+    found = _check("alibi_slopes", slopes, FLOATING, shapes, allowed, device)
+    if found.requires_grad and torch.is_grad_enabled():
         raise InvalidInput(
             "alibi_slopes get no gradient: detach them, or give -slope * distance as bias, which gets one"
         )

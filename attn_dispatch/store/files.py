@@ -10,7 +10,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +23,8 @@ from attn_dispatch.settings import NOWHERE
 
 MAX_CHECKED_BYTES = 1 << 16  #: bytes of one checked file
 UNREADABLE = (OSError, ValueError, msgspec.MsgspecError, RecursionError)  #: errors of reading a checked file
+#: What stands in a folder's place, if anything, is a file or a link; writing warns of it.
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 LOCK = ".lock"
 LOCK_S = 2.0  #: seconds to wait for another writer at most
 TMP = ".tmp"
@@ -75,6 +77,16 @@ def _read(path: str | Path, most: float, follow: bool) -> bytes:
         return file.read()
 
 
+def read_or_none(path: Path, read: Callable[[Path], T]) -> T | None:
+    """What ``read`` makes of a file; None where there is none and, with one warning, where that raises UNREADABLE."""
+    try:
+        return read(path)
+    except UNREADABLE as error:
+        if getattr(error, "errno", None) not in MISSING:
+            say_once(f"ignored {path}: {error}")
+        return None
+
+
 def say_unwritten(what: str, folder: Path, error: OSError) -> None:
     """Log once what is not kept, as a folder cannot be written; nothing more where there is no home folder."""
     if NOWHERE not in (folder, *folder.parents):
@@ -87,10 +99,9 @@ def listed(base: Path, folder: Path, suffix: str) -> list[Path]:
         refuse_links(base, folder)
         with os.scandir(folder) as found:
             return sorted(Path(item.path) for item in found if item.name.endswith(suffix))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
     except OSError as error:
-        say_once(f"{folder} cannot be read ({error.strerror or error})")
+        if error.errno not in MISSING:
+            say_once(f"{folder} cannot be read ({error.strerror or error})")
         return []
 
 
@@ -156,9 +167,7 @@ def append_bounded(base: Path, path: Path, line: bytes, most: int) -> None:
     Raises:
         OSError: the file cannot be written, or is behind a link.
     """
-    refuse_links(base, path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.parent):
+    with locked(base, path.parent):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | _SAFE, 0o666)
         with os.fdopen(handle, "wb", buffering=0) as file:
             file.write(line)
@@ -168,8 +177,12 @@ def append_bounded(base: Path, path: Path, line: bytes, most: int) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder against other writers; after `LOCK_S` seconds, or without lock support, go on unlocked."""
+def locked(base: Path, folder: Path) -> Iterator[None]:
+    """Make a folder below `base`, and lock it against other writers; after `LOCK_S` seconds, or without lock support,
+    go on unlocked. Raises OSError: it cannot be made, or is behind a link.
+    """
+    refuse_links(base, folder)
+    folder.mkdir(parents=True, exist_ok=True)
     handle = None
     with suppress(OSError):
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _SAFE, 0o666)
@@ -217,7 +230,7 @@ def tidy(root: Path, own: re.Pattern[str], most: float, keep: Path) -> None:
     excess = total - FILL_AFTER_TIDY * most if total > most else 0
     for _, path, seen in sorted(found, key=lambda each: each[:2]):
         if excess > 0 and path != keep:
-            with locked(path.parent):
+            with locked(root, path.parent):
                 _remove(path, seen)
             excess -= seen.st_size
 

@@ -35,7 +35,6 @@ from attn_dispatch.text import printable
 PUTS_PER_CLEANUP = 256  #: a process cleans the store up at its first write, then at every 256th
 ANY_KEY = "0" * 20  #: a valid key, for paths that need silicon and group only
 LONG_AGO = "1970-01-01T00:00:00+00:00"
-NOT_A_FOLDER = (errno.ENOTDIR, errno.ELOOP)  #: a file or a loop of links in a folder's place; writing warns of it
 CLOCK_TOLERANCE = timedelta(days=1)  #: times further ahead than this come from a wrong clock
 
 
@@ -109,9 +108,7 @@ class Store:
         most, path = max_cache_bytes(), self.path(*decision.address)
         encode(decision)  # before folders are created: it raises where the decision is invalid
         self._warn_if_shared()
-        files.refuse_links(self.folder, path.parent)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.locked(path.parent):
+        with files.locked(self.folder, path.parent):
             there = _read(path, decision.address)
             content = _merged_content(decision, there)
             unchanged = there is not None and content == encode(there)
@@ -140,32 +137,34 @@ class Store:
         Where it cannot be written, it stays unchanged.
         """
         path = self.path(*decision.address)
-        with suppress(OSError, Damaged):
-            files.refuse_links(self.folder, path.parent)
-            with files.locked(path.parent):
-                there = _read(path, decision.address)
-                if there is not None and there.created == decision.created:
-                    files.write(path, encode(replace(there, **changes)))
+        with suppress(OSError, Damaged), files.locked(self.folder, path.parent):
+            there = _read(path, decision.address)
+            if there is not None and there.created == decision.created:
+                files.write(path, encode(replace(there, **changes)))
 
     def group(self, silicon: str, group: str, most: int | None = None) -> list[Decision]:
         """The readable decisions of a group, sorted by key; of more than `most`, those used last."""
         folder = self.path(silicon, group, ANY_KEY).parent
-        names = _names(folder)
+        names = self._names(silicon, group)
         if most is not None and len(names) > most:
             names = sorted(sorted(names, key=lambda name: -_used(f"{folder}/{name}"))[:most])
         return [found for _, found in self._read_all(_addresses(silicon, group, names))]
 
     def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
         """The silicons for which a decision of the problem, as `Problem.to_dict` writes it, is stored."""
-        places = (Address.of(problem, silicon) for silicon in _names(self.root))
+        places = (Address.of(problem, silicon) for silicon in self._names())
         return [each.silicon for each in places if each.is_valid and self.path(*each).is_file()]
 
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision with its path, sorted by silicon and key."""
-        for silicon in _names(self.root):
-            groups = {group: _names(self.root / silicon / group) for group in _names(self.root / silicon)}
+        for silicon in self._names():
+            groups = {group: self._names(silicon, group) for group in self._names(silicon)}
             found = [each for group, names in groups.items() for each in _addresses(silicon, group, names)]
             yield from self._read_all(sorted(found, key=lambda each: (each.key, each.group)))
+
+    def _names(self, *below: str) -> list[str]:
+        """The sorted names in a folder below the root, given by its names."""
+        return [path.name for path in files.listed(self.folder, self.root.joinpath(*below), "")]
 
     def _read_all(self, addresses: Iterable[Address]) -> Iterator[tuple[Path, Decision]]:
         for path, address in ((self.path(*each), each) for each in addresses):
@@ -233,16 +232,6 @@ def _used(path: str) -> float:
         return 0.0
 
 
-def _names(folder: Path | str) -> list[str]:
-    """The sorted names in a folder; empty where there is none, and, with one warning, where it cannot be read."""
-    try:
-        return sorted(os.listdir(folder))
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, *NOT_A_FOLDER):
-            say_once(f"{folder} cannot be read ({error.strerror or error})")
-        return []
-
-
 def _addresses(silicon: str, group: str, names: Iterable[str]) -> list[Address]:
     """The addresses of the files that hold decisions, by their names in a group's folder."""
     found = [Address(silicon, group, name.removesuffix(".json")) for name in names if name.endswith(".json")]
@@ -251,12 +240,11 @@ def _addresses(silicon: str, group: str, names: Iterable[str]) -> list[Address]:
 
 def _read(path: Path, address: Address) -> Decision | None:
     """The decision in a file; None, with one warning, where it cannot be read."""
-    try:
+
+    def read(path: Path) -> Decision:
         found = decode(files.read(path, MAX_BYTES))
         if found.address != address:
             raise Damaged("it holds another problem's decision")
-    except (OSError, Damaged) as error:
-        if getattr(error, "errno", None) not in (errno.ENOENT, *NOT_A_FOLDER):
-            say_once(f"ignored {path}: {error}")
-        return None
-    return found
+        return found
+
+    return files.read_or_none(path, read)

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,23 +24,21 @@ MISSED = "missed.jsonl"
 MOST = 1 << 20  #: bytes of the file; past this its older half is removed
 MAX_NOTED = 4096  #: problems of a process that are known to be in the file; past this some may enter it twice
 
-_noted: set[tuple[Path, bytes]] = set()
-process_state.register(process_state.READ, _noted.clear)
-
 
 def note_missed(folder: Path, problem: dict[str, Any]) -> None:
     """Append a problem to the folder's file of missed problems, as a rule once in a process."""
-    line = msgspec.json.encode(problem) + b"\n"
-    mark = folder, hashlib.sha256(line).digest()
-    if mark in _noted:
-        return
-    if len(_noted) >= MAX_NOTED:
-        _noted.clear()
-    _noted.add(mark)
+    _append(folder, msgspec.json.encode(problem) + b"\n")
+
+
+@lru_cache(MAX_NOTED)
+def _append(folder: Path, line: bytes) -> None:
     try:
         files.append_bounded(folder, folder / MISSED, line, MOST)
     except OSError as error:
         files.say_unwritten("misses are not recorded", folder, error)
+
+
+process_state.register(process_state.READ, _append.cache_clear)
 
 
 class Use(NamedTuple):

@@ -90,13 +90,6 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> Key:
         return self.backend, self.version, self.scope
 
-    def check(self, name: str, silicon: str) -> None:
-        """Check an entry that was read from the file of this name. Raises ValueError."""
-        if self.silicon != silicon or name != f"{files.digest(*self.key)}.json":
-            raise ValueError("its content does not match its name")
-        if (self.until is None) == (self.kind in STRIKES):
-            raise ValueError("it has no end, or should have none")
-
     def shown(self) -> Entry:
         """The entry with one-line texts, free of terminal control characters."""
         reason, title = (printable(" ".join(text.split()))[:4000] for text in (self.reason, self.title))
@@ -167,7 +160,7 @@ class Quarantine:
         """Read the folder again; entries that could not be written remain."""
         self.sweep()
         paths = files.listed(self.folder, self._place, ".json")
-        found = [entry for path in paths if (entry := self._read(path)) is not None]
+        found = filter(None, (files.read_or_none(path, self._read) for path in paths))
         _known[self._place] = {**{entry.key: entry for entry in found}, **_unsaved[self._place]}
 
     def sweep(self) -> list[Entry]:
@@ -206,18 +199,15 @@ class Quarantine:
 
     def _stored(self, entry: Entry) -> Entry | None:
         """The entry on disk for the same version and scope, which another process may have written; or None."""
-        return self._read(self._path(entry)) or _unsaved[self._place].get(entry.key)
+        return files.read_or_none(self._path(entry), self._read) or _unsaved[self._place].get(entry.key)
 
-    def _read(self, path: Path) -> Entry | None:
-        """The entry in a file; None, with one warning, where it cannot be read."""
-        try:
-            entry = files.read_checked(path, Entry)
-            entry.check(path.name, self.silicon)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except files.UNREADABLE as error:
-            say_once(f"ignored {path}: {error}")
-            return None
+    def _read(self, path: Path) -> Entry:
+        """The entry in a file. Raises one of `files.UNREADABLE`."""
+        entry = files.read_checked(path, Entry)
+        if entry.silicon != self.silicon or path != self._path(entry):
+            raise ValueError("its content does not match its name")
+        if (entry.until is None) == (entry.kind in STRIKES):
+            raise ValueError("it has no end, or should have none")
         return entry.shown()
 
     def _path(self, entry: Entry) -> Path:

@@ -115,18 +115,12 @@ class Outcome:
 
 
 def per_call_ms(plan_ms: float, calls: int) -> float:
-    """Spread the first call's extra milliseconds over ``calls`` calls; 0 below :data:`LEAST_PLAN_MS`.
-
-    Raises:
-        ValueError: ``calls`` is below 1.
-    """
-    if calls < 1:
-        raise ValueError(f"calls must be at least 1, got {calls}")
+    """Spread the first call's extra milliseconds over ``calls`` calls; 0 below :data:`LEAST_PLAN_MS`."""
     return _plan_ms(plan_ms) / calls
 
 
 def choose(
-    entrants: Sequence[Entrant], incumbent: str | None, *, calls: int, margin: float = MARGIN, disturbed: bool = False
+    entrants: Sequence[Entrant], incumbent: str | None, *, calls: int, disturbed: bool = False
 ) -> tuple[str, dict[str, Outcome]]:
     """Choose a candidate; its name, and the outcome of each by name.
 
@@ -135,26 +129,20 @@ def choose(
         incumbent: the candidate that only a cheaper one replaces. None, an unknown name or a dropped candidate: all are
             eligible.
         calls: expected number of calls, over which the cost of the first is spread.
-        margin: smallest difference that counts, as a share.
         disturbed: whether other programs ran during the race.
-
-    Raises:
-        ValueError: no entrants, or ``calls`` below 1.
     """
-    if not entrants:
-        raise ValueError("choose needs at least one entrant")
     kind = _Estimates if disturbed else _Comparison
-    comparison = kind({entrant.name: entrant for entrant in entrants}, incumbent, calls, margin)
+    comparison = kind({entrant.name: entrant for entrant in entrants}, incumbent, calls)
     chosen = comparison.choose()
     return chosen, {entrant.name: comparison.outcome(entrant.name, chosen) for entrant in entrants}
 
 
 class _Comparison:
-    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int, margin: float) -> None:
+    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int) -> None:
         self._entrants = entrants
         self._able = [name for name, entrant in entrants.items() if entrant.dropped is None] or list(entrants)
         self._incumbent = incumbent if incumbent in self._able else None
-        self._calls, self._margin = calls, margin
+        self._calls = calls
         self._costs = {name: each.timing.plus(per_call_ms(each.plan_ms, calls)) for name, each in entrants.items()}
 
     def eligible(self) -> list[str]:
@@ -203,7 +191,7 @@ class _Comparison:
         if name == chosen or name not in self._able or self._beats(chosen, name):
             return False
         rivals = {chosen, self._incumbent or chosen}
-        if any(ratio_test(self._costs[name], self._costs[each], self._margin) == "not" for each in rivals - {name}):
+        if any(ratio_test(self._costs[name], self._costs[each], MARGIN) == "not" for each in rivals - {name}):
             return False
         rounds = shared_rounds(self._costs[name], self._costs[chosen])
         if rounds >= MANY_ROUNDS:
@@ -213,7 +201,7 @@ class _Comparison:
         return ratio_interval(self._costs[name], self._costs[chosen], LAST_LOOK).low * (1.0 - doubt) < 1.0 - BET
 
     def _beats(self, name: str, rival: str) -> bool:
-        return name != rival and faster_at_last_look(self._costs[name], self._costs[rival], self._margin)
+        return name != rival and faster_at_last_look(self._costs[name], self._costs[rival], MARGIN)
 
     def _preference(self, name: str) -> tuple[int, int]:
         return self._entrants[name].workspace_bytes, self._entrants[name].rank
@@ -244,18 +232,18 @@ class _Comparison:
         pays = f"pays after {calls:,} call{'' if calls == 1 else 's'}"
         if chosen or break_even > self._calls:
             return pays
-        return f"{pays}, and not surely by {self._margin:.0%} within {self._calls:,}"
+        return f"{pays}, and not surely by {MARGIN:.0%} within {self._calls:,}"
 
     def _tie(self, name: str, chosen: str) -> str:
         """The reason why a candidate that is not surely slower was not chosen."""
         cost, best = self._costs[name], self._costs[chosen]
         ratio = statistics.median(paired_ratios(cost, best))
-        if not 1.0 - self._margin <= ratio <= 1.0 / (1.0 - self._margin):
+        if not 1.0 - MARGIN <= ratio <= 1.0 / (1.0 - MARGIN):
             return f"{_rounds(shared_rounds(cost, best))} too few to tell"
         if chosen == self._incumbent:
             return f"a tie goes to the incumbent, {chosen}"
         if name not in self.eligible():
-            return f"not surely {self._margin:.0%} faster than {self._incumbent}"
+            return f"not surely {MARGIN:.0%} faster than {self._incumbent}"
         more = self._entrants[name].workspace_bytes - self._entrants[chosen].workspace_bytes
         if more > 0:
             return f"a tie goes to less workspace: {gib(more)} less"
@@ -265,7 +253,7 @@ class _Comparison:
         """Number of calls from which ``name``, with the dearer first call, costs less than ``rival``; None if never."""
         one, other = self._entrants[name], self._entrants[rival]
         dearer_ms = _plan_ms(one.plan_ms) - _plan_ms(other.plan_ms)
-        if dearer_ms <= 0.0 or not faster_at_last_look(one.timing, other.timing, self._margin):
+        if dearer_ms <= 0.0 or not faster_at_last_look(one.timing, other.timing, MARGIN):
             return None
         pairs = zip(other.timing.samples_ms, one.timing.samples_ms, strict=False)
         return dearer_ms / statistics.median(slow - fast for slow, fast in pairs)
@@ -274,8 +262,8 @@ class _Comparison:
 class _Estimates(_Comparison):
     """Of a disturbed race: paired ratios mean little, since each sample was disturbed by chance."""
 
-    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int, margin: float) -> None:
-        super().__init__(entrants, incumbent, calls, margin)
+    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int) -> None:
+        super().__init__(entrants, incumbent, calls)
         self._estimates = {name: cost.undisturbed().median_ms for name, cost in self._costs.items()}
 
     def choose(self) -> str:

@@ -106,7 +106,6 @@ def sampled_in_rounds(
     target: float = 0.02,
     margin: float = MARGIN,
     resolution: float = 0.005,
-    synchronize: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     stopwatch: Stopwatch | None = None,
     seed: int = 0,
@@ -140,21 +139,16 @@ def sampled_in_rounds(
         short_of_rounds: whether to drop the slowest by two calls where the budget is short of rounds, so that the close
             ones get enough.
         extra_ms: milliseconds added to a candidate's samples in comparisons only, such as its share of its first call.
-        stopwatch: takes the samples; by default ``clock`` (seconds) after ``synchronize``, with the garbage collector
-            off. At the end it may add ``device_ms``, ``host_ms`` and ``cold_ms`` of candidates that were never retired.
+        stopwatch: takes the samples; by default ``clock`` (seconds), with the garbage collector off. At the end it may
+            add ``device_ms``, ``host_ms`` and ``cold_ms`` of candidates that were never retired.
         clock: measures the budget, in seconds. The same clock, calls and ``seed`` give the same result.
 
     An :class:`Exception` of a call ends that candidate only; DeviceLost, and others such as KeyboardInterrupt,
     propagate.
-
-    Raises:
-        ValueError: ``max_rounds`` or ``hopeless`` is below 1.
     """
-    if max_rounds < 1 or (hopeless is not None and hopeless < 1.0):
-        raise ValueError("max_rounds and hopeless must be at least 1")
     start_s = clock()
     timer = _RoundTimer(
-        stopwatch=stopwatch or HostStopwatch(clock, synchronize or (lambda: None)),
+        stopwatch=stopwatch or HostStopwatch(clock),
         clock=clock,
         end_s=start_s + (math.inf if budget_s is None else budget_s),
         disturbed_end_s=start_s + (disturbed_budget_s or 0.0),

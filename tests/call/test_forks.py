@@ -82,14 +82,14 @@ def test_a_child_calls_what_is_recorded(tmp_path: Path) -> None:
 
 def test_a_child_holds_no_lock_of_a_folder(tmp_path: Path) -> None:
     """It lives on with a copy of the descriptor, while another writer waits."""
-    with files.locked(tmp_path):
+    with files.locked(tmp_path, tmp_path):
         child = os.fork()
         if not child:
             time.sleep(60)
             os._exit(0)
     try:
         start = time.monotonic()
-        with files.locked(tmp_path):
+        with files.locked(tmp_path, tmp_path):
             waited_s = time.monotonic() - start
     finally:
         os.kill(child, signal.SIGKILL)

@@ -12,9 +12,8 @@ import torch
 from attn_dispatch import Window, attend
 from attn_dispatch.calls import packing, routes
 from attn_dispatch.decisions import call, decide
-from attn_dispatch.store import problem_files
 
-LIMITS = {"MAX_ROUTES", "MAX_CALLS", "MAX_DECISIONS", "MAX_ON_TRIAL", "MAX_NOTED"}
+LIMITS = {"MAX_ROUTES", "MAX_CALLS", "MAX_DECISIONS", "MAX_ON_TRIAL"}
 
 
 def sizes() -> dict[str, int]:
@@ -35,7 +34,7 @@ def test_no_table_grows_with_the_lengths_that_were_called(
 ) -> None:
     set_mode(mode)
     monkeypatch.setenv("ATTN_DISPATCH_TRIAL_SECONDS", "0")
-    for module in (routes, call, packing, decide, problem_files):
+    for module in (routes, call, packing, decide):
         for name in vars(module).keys() & LIMITS:
             monkeypatch.setattr(module, name, 12)
 

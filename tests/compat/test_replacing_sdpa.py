@@ -14,14 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from attn_dispatch import compat, replacing_sdpa
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
+from tests.support.calls import drawn
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 Axes = tuple[int, ...]
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_replacing_sdpa() -> None:
@@ -44,9 +41,8 @@ def test_replacing_sdpa() -> None:
 @pytest.mark.parametrize(
     ("q", "k", "v"),
     [
-        ((3, 4), (), ()), ((3, 4), (4,), (4,)), ((3, 4), (1,), (3, 1)), ((), (3, 4), (3, 4)), ((3, 1), (1, 4), (4,)),
-        ((3, 4), (), (3, 4)), ((3, 4), (3, 4), ()), ((4,), (), ()), ((), (), (4,)), ((2, 3, 4), (3, 1), (3, 4)),
-        ((3, 4), (3, 3), (3, 3)), ((3, 4), (2, 4), (2, 4)),
+        ((3, 4), (), ()), ((3, 4), (1,), (3, 1)), ((), (3, 4), (3, 4)), ((3, 1), (1, 4), (4,)), ((3, 4), (3, 4), ()),
+        ((2, 3, 4), (3, 1), (3, 4)), ((3, 4), (3, 3), (3, 3)), ((3, 4), (2, 4), (2, 4)),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("with_mask", [False, True])

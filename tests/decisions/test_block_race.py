@@ -222,14 +222,6 @@ def test_other_kernels_are_raced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preferred() == SHORT
 
 
-def test_a_race_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    raced(Watch(narrow=1.0), monkeypatch)
-    monkeypatch.setattr(race, "stopwatch_of", Watch(short=1.0))
-    (outcome,) = race_blocks([problem()], force=True)
-    assert outcome.changed
-    assert preferred() == SHORT
-
-
 def test_a_kept_block_that_is_not_raced_is_not_used() -> None:
     winner = kept_blocks.Winner(3, 5, 4, 1, 9.0, "2026-01-01T00:00:00+00:00")
     kept_blocks.keep(silicon(CPU), triton.version(), {USE: winner})

@@ -239,13 +239,6 @@ def test_off_does_not_use_the_store(set_mode: Callable[[str], None], monkeypatch
     assert counted(heuristic=1)
 
 
-def test_off_makes_no_folder(set_mode: Callable[[str], None]) -> None:
-    set_mode("off")
-    attend(*qkv())
-    explain(*qkv())
-    assert not cache_folder().exists()
-
-
 def test_profile_needs_a_mode_other_than_off(set_mode: Callable[[str], None]) -> None:
     set_mode("off")
     with pytest.raises(InvalidInput, match="touches no disk"):
@@ -258,21 +251,6 @@ def test_an_invalid_mode(mode: str, set_mode: Callable[[str], None]) -> None:
     with pytest.raises(InvalidInput) as raised:
         attend(*qkv())
     assert str(raised.value) == f"$ATTN_DISPATCH_MODE must be one of tune, online, predict, locked, off, got {mode!r}"
-
-
-@pytest.mark.parametrize("budget", ["-1", "soon", "nan", "1s"])
-def test_an_invalid_budget(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", budget)
-    with pytest.raises(InvalidInput) as raised:
-        attend(*qkv())
-    assert str(raised.value) == f"$ATTN_DISPATCH_BUDGET_MS must be a number >= 0, got {budget!r}"
-
-
-@pytest.mark.parametrize("budget", ["0", "", "1e2"])
-def test_valid_budgets(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", budget)
-    attend(*qkv())
-    assert counted(measured=1)
 
 
 # --- stale decisions --------------------------------------------------------------------------------------------------
@@ -299,19 +277,6 @@ def test_a_removed_or_upgraded_plugin_makes_decisions_stale(set_mode: Callable[[
     assert explain(q, k, v).choice == "planted"
     registry._added.clear()
     assert explain(q, k, v).choice == found.choice
-
-
-def test_a_choice_that_now_refuses_is_replaced(set_mode: Callable[[str], None]) -> None:
-    plugin = Plugin()
-    register(plugin)
-    q, k, v = qkv()
-    attend(q, k, v)
-    forget()
-    plugin.reasons = [Refusal("moon", "not at full moon")]
-    set_mode("predict")
-    found = explain(q, k, v)
-    assert (found.source, status(found, "planted")) == ("measured", "unsupported")
-    assert found.choice in BUILT_IN
 
 
 def test_a_decision_that_cannot_run_now_stays_on_disk(set_mode: Callable[[str], None], tmp_path: Path) -> None:

@@ -300,11 +300,6 @@ def test_a_candidate_that_only_others_measured_is_measured(
     assert explain(*qkv()).choice == "d"
 
 
-def test_a_forced_order_is_not_chosen_by_it(installed: Installed, tmp_path: Path) -> None:
-    give(elsewhere(installed, "c", c=1), tmp_path)
-    assert explain(*qkv(), order="natural").choice == "a"
-
-
 def test_profile_measures_it(installed: Installed, tmp_path: Path) -> None:
     give(elsewhere(installed, "c", c=1), tmp_path)
     (found,) = profile(

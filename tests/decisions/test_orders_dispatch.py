@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,14 +10,11 @@ import pytest
 import torch
 
 from attn_dispatch import attend, explain, profile
-from attn_dispatch.cli import main
-from attn_dispatch.decisions import drift
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Refusal, runner
+from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import from_elsewhere
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support.calls import counted, forget, qkv
@@ -77,15 +73,6 @@ def test_with_gradients_masks_and_layout_bhnd(installed: Installed) -> None:
     assert torch.allclose(found, q.grad)
 
 
-def test_a_backend_prepares_once_and_keeps_the_winners_tables(installed: Installed) -> None:
-    """The tables for the chosen problem stay, although other orders of the backend were measured."""
-    q, k, v = qkv()
-    attend(q, k, v)
-    assert installed.tiled.preparations == 1
-    assert installed.tiled.forgotten
-    assert Problem.of(q, k, v) not in installed.tiled.forgotten
-
-
 def test_an_upgrade_measures_all_orders_again(installed: Installed) -> None:
     attend(*qkv())
     installed.restart()
@@ -125,14 +112,6 @@ def test_an_order_that_is_no_longer_offered(installed: Installed, set_mode: Call
     assert counted(loaded=1)
 
 
-def test_locked_mode_uses_the_decided_order(installed: Installed, set_mode: Callable[[str], None]) -> None:
-    attend(*qkv())
-    set_mode("locked")
-    installed.restart()
-    attend(*qkv())
-    assert installed.tiled.last() == "hilbert"
-
-
 def test_an_order_skipped_for_time_is_measured_later(installed: Installed) -> None:
     attend(*qkv())
     late = [msgspec.structs.replace(row, status="not_measured", median_ms=None, low_ms=None, high_ms=None, need_ms=1)
@@ -148,21 +127,6 @@ def test_an_order_skipped_for_time_is_measured_later(installed: Installed) -> No
     assert rows()[NATURAL].median_ms is not None
 
 
-def test_profile_measures_every_order_again(installed: Installed) -> None:
-    q, k, v = qkv()
-    attend(q, k, v)
-    attend(q, k, v, order="natural")
-    assert installed.other.handed[-1] == {}
-    installed.restart()
-    installed.tiled.times_ms = {"natural": 1, "hilbert": 6}
-    attend(q, k, v, order="natural")
-    (found,) = profile([Problem.of(q, k, v)], budget_s=3.0, progress=False, force=True)
-    assert (found.choice, found.order) == NATURAL
-    count = len(installed.tiled.handed)
-    attend(q, k, v, order="natural")
-    assert len(installed.tiled.handed) == count + 1, "a forced order uses the new measurement"
-
-
 def test_a_neighbour_is_predicted_in_its_order(installed: Installed, set_mode: Callable[[str], None]) -> None:
     attend(*qkv(16))
     set_mode("predict")
@@ -172,29 +136,6 @@ def test_a_neighbour_is_predicted_in_its_order(installed: Installed, set_mode: C
     assert installed.tiled.last() == "hilbert"
     found = explain(*qkv(17))
     assert (found.choice, found.order, found.source) == (*HILBERT, "learned")
-
-
-def test_export_and_import(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend(*qkv())
-    before = stored()
-    assert main(["export", str(tmp_path / "all.json")]) == 0
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "elsewhere"))
-    for _ in range(2):
-        assert main(["import", str(tmp_path / "all.json")]) == 0
-        assert stored() == from_elsewhere(before, "imported")
-    installed.restart()
-    attend(*qkv())
-    assert (counted(imported=1), installed.tiled.last()) == (True, "hilbert")
-
-
-def test_live_calls_are_compared_with_the_row_of_the_order(
-    installed: Installed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attend(*qkv())
-    monkeypatch.setenv("ATTN_DISPATCH_SENTINEL", "1")
-    problem = Problem.of(*qkv())
-    watch: Any = drift.sampled(runner(installed.tiled, "hilbert", problem, None), problem, stored())
-    assert watch._row == rows()[HILBERT]
 
 
 # --- forced -----------------------------------------------------------------------------------------------------------
@@ -257,15 +198,6 @@ def test_the_fastest_in_the_forced_order_need_not_be_the_fastest(installed: Inst
     assert all(row.median_ms is not None for row in found.candidates)
 
 
-def test_a_forced_order_keeps_its_backend_within_a_process(installed: Installed) -> None:
-    installed.tiled.times_ms = {"natural": 1, "hilbert": 6}
-    assert run_and_explain(installed, order="natural") == OTHER
-    attend(*qkv())
-    assert stored().chosen == NATURAL
-    assert run_and_explain(installed, order="natural") == OTHER
-    assert run_and_explain(installed, order="natural", layout="bnhd", scale=8**-0.5) == OTHER
-
-
 def test_an_order_that_no_backend_offers(installed: Installed) -> None:
     q, k, v = qkv()
     with pytest.raises(NoBackend) as raised:
@@ -280,16 +212,6 @@ def test_an_order_that_no_backend_offers(installed: Installed) -> None:
     found = explain(q, k, v, order="residue")
     assert (found.choice, found.order, found.source) == (None, None, "forced")
     assert [(row.order, row.status) for row in found.candidates] == [("residue", "unsupported")] * 2
-
-
-def test_an_order_that_the_backend_lacks(installed: Installed) -> None:
-    q, k, v = qkv()
-    installed.tiled.all_orders = ()
-    for backend, reason in (("other", "natural order only"), ("tiled", "natural and hilbert order only")):
-        with pytest.raises(NoBackend, match=f"{backend}: computes in {reason}"):
-            attend(q, k, v, backend=backend, order="residue")
-        row = explain(q, k, v, backend=backend, order="residue").candidates[0]
-        assert (row.order, row.status, row.reason) == ("residue", "unsupported", f"computes in {reason}")
 
 
 def test_a_forced_order_of_a_backend_that_refuses(installed: Installed) -> None:
@@ -319,22 +241,6 @@ def test_every_row_has_its_order(installed: Installed) -> None:
     assert [tuple(line.split()[:2]) for line in lines] == [OTHER, NATURAL, HILBERT]
     assert "choice    tiled in hilbert order (measured)" in str(found)
     assert found.to_dict()["candidates"][2]["order"] == "hilbert"
-
-
-def test_a_backend_that_now_refuses_has_rows_in_every_order(installed: Installed) -> None:
-    installed.tiled.times_ms = {"natural": 6, "hilbert": 7}
-    attend(*qkv())
-    installed.restart()
-    installed.tiled.reasons = [Refusal("moon", "not at full moon")]
-    found = {(row.backend, row.order): row for row in explain(*qkv()).candidates}
-    assert {found[name].status for name in (NATURAL, HILBERT)} == {"unsupported"}
-    assert found[OTHER].status == "chosen"
-
-
-def test_inspect_shows_the_order(installed: Installed, capsys: pytest.CaptureFixture[str]) -> None:
-    attend(*qkv())
-    assert main(["inspect"]) == 0
-    assert "tiled@hilbert" in capsys.readouterr().out
 
 
 def test_failures_name_the_order(installed: Installed, set_mode: Callable[[str], None]) -> None:

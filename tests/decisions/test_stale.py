@@ -140,16 +140,6 @@ def test_an_upgrade_that_the_environment_does_not_show(installed: Installed, mon
     assert installed.called() == {"a", "b"}
 
 
-def test_an_upgrade_that_changes_nothing(installed: Installed) -> None:
-    installed.add("c", 7, "2")
-    attend(*qkv())
-    assert installed.called() == {"a", "c"}
-    assert explain(*qkv()).choice == "a"
-    installed.restart()
-    attend(*qkv())
-    assert counted(loaded=1)
-
-
 def test_a_new_backend(installed: Installed) -> None:
     installed.add("d", 1)
     attend(*qkv())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -199,6 +198,25 @@ def test_commands_within_text_exist() -> None:
     assert set(named) == set(COMMANDS)
 
 
+# --- length -----------------------------------------------------------------------------------------------------------
+
+
+def words(text: str) -> int:
+    """Without the bars and rules of tables."""
+    return sum(any(map(str.isalnum, each)) for each in text.split())
+
+
+def test_the_documentation_is_short() -> None:
+    """One that grows takes as much away."""
+    assert sum(words(text) for page, text in PAGES.items() if page.startswith("docs/")) <= 24_000
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_cells_of_tables_are_short(page: str) -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGES[page].splitlines() if line.startswith("| ")]
+    assert [cell for row in rows for cell in row if words(cell) > 40] == []
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -218,13 +236,13 @@ def test_every_environment_variable_is_described() -> None:
     """Those that are read by name, in any file of the package."""
     read: set[str] = set(VARIABLES)
     for path in house.MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and re.fullmatch(r"ATTN_DISPATCH_[A-Z_]+", str(node.value)):
-                read.add(str(node.value))
-            elif isinstance(node, ast.Call | ast.Subscript | ast.Compare) and "os.environ" in ast.unparse(node)[:40]:
-                read |= set(re.findall(r"os\.environ(?:\.get\(|\[)'(\w+)'", ast.unparse(node)))
-            if isinstance(node, ast.Compare):
-                read |= set(re.findall(r"^'(\w+)' (?:not )?in os\.environ$", ast.unparse(node)))
+        text = path.read_text(encoding="utf-8")
+        for form in (
+            r'"(ATTN_DISPATCH_[A-Z_]+)"',
+            r'os\.environ(?:\.get\(|\[)"(\w+)"',
+            r'"(\w+)" (?:not )?in os\.environ',
+        ):
+            read |= set(re.findall(form, text))
     assert {"CXX", "WORLD_SIZE", "ATTN_DISPATCH_SENTINEL"} <= read
     assert read == MEANING.keys()
 

@@ -51,7 +51,7 @@ def test_the_byte_language_model_learns_and_writes(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_dilated_attention_recalls_what_a_window_cannot_see(tmp_path: Path) -> None:
-    text = printed(tmp_path, "long_range_recall", "--steps=120", "--tokens=512")
+    text = printed(tmp_path, "long_range_recall", "--steps=100", "--tokens=384")
     right = dict(re.findall(r"^(\w+) +(\d+)% right", text, re.M))
     assert int(right["dilated"]) > 90
     assert int(right["dense"]) > 90

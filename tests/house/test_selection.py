@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 from hypothesis import settings
 
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import covering
 
 pytest_plugins = "pytester"
 
@@ -31,7 +31,7 @@ def test_plain(): pass
 def suite(pytester: pytest.Pytester) -> Iterator[pytest.Pytester]:
     """Of 27 cases, a property and a plain test."""
     profile = settings.get_current_profile_name()
-    pytester.makeini("[pytest]\nmarkers =\n    full\n    exhaustive\n")
+    pytester.makeini("[pytest]\nmarkers =\n    full\n")
     pytester.makeconftest(f"from tests.conftest import {HOOKS}")
     pytester.makepyfile(test_suite=TESTS)
     yield pytester
@@ -41,8 +41,8 @@ def suite(pytester: pytest.Pytester) -> Iterator[pytest.Pytester]:
 @pytest.mark.parametrize(
     ("options", "passed", "left"),
     [
-        ((), 11, "18 cases are left to --all or --rest"),
-        (("--rest",), 10, "19 cases are left to --all or a run without --rest"),
+        ((), 11, "18 cases are left to --rest or --all"),
+        (("--rest",), 19, "10 cases are left to a run without --rest, or to --all"),
         (("--all",), 29, None),
         (("test_suite.py::test_many",), 27, None),
     ],
@@ -55,15 +55,15 @@ def test_what_a_run_takes(suite: pytest.Pytester, options: tuple[str, ...], pass
     assert ("left to" in done.stdout.str()) == (left is not None)
 
 
-def test_pairwise_has_every_pair_in_few_rows() -> None:
+@pytest.mark.parametrize(("size", "most"), [(2, 16), (3, 45)])  # the largest factors have 12 pairs, 36 threes
+def test_every_pair_and_every_three_are_in_few_rows(size: int, most: int) -> None:
     rows = list(product(range(4), range(3), range(3), range(2)))
-    few = pairwise(rows, lambda *row: dict(zip("abcd", row)))
-    for one, other in combinations(range(4), 2):
-        assert {(row[one], row[other]) for row in few} == {(row[one], row[other]) for row in rows}
-    assert few == sorted(few)
-    assert len(few) <= 16  # of 72; 12 pairs of the first two at least
+    few = covering(rows, lambda *row: dict(zip("abcd", row)), size=size)
+    for places in combinations(range(4), size):
+        assert {tuple(row[n] for n in places) for row in few} == {tuple(row[n] for n in places) for row in rows}
+    assert len(few) <= most  # of 72
 
 
-def test_pairwise_has_every_value_that_no_factor_tells_apart() -> None:
-    few = pairwise([(name, "same") for name in "abc"], lambda name, kind: {"kind": kind})
-    assert [name for name, _ in few] == ["a", "b", "c"]
+def test_every_value_is_taken_that_no_factor_tells_apart() -> None:
+    few = covering([(name, "same") for name in "abc"], lambda name, kind: {"kind": kind})
+    assert {name for name, _ in few} == {"a", "b", "c"}

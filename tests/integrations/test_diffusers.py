@@ -7,7 +7,7 @@ import importlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,9 @@ import attn_dispatch
 from attn_dispatch import dispatch as own
 from attn_dispatch.errors import InvalidInput
 from tests.support import diffusion
-from tests.support.diffusion import computed
+from tests.support.diffusion import assert_equal, computed, diffusers, integration, registry
 
-diffusers: Any = pytest.importorskip(
-    "diffusers",
-    minversion="0.36",
-    reason="diffusers is not installed: pip install attn-dispatch[test-integrations]",
-)
-
-integration: Any = importlib.import_module("attn_dispatch.integrations.diffusers")
-
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("short_trials", "same_diffusers")
 
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "flux": diffusion.flux,
@@ -40,7 +32,7 @@ ASKED = {"flux": 3, "wan": 4, "qwen_image": 2}  #: attentions in a forward pass
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The pattern and the other arguments of each call of attend(): a model may ignore a backend."""
     found: list[dict[str, Any]] = []
 
@@ -50,24 +42,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         return own.attend(q, k, v, pattern, **more)
 
     monkeypatch.setattr(integration, "attend", noted)
-    registry = integration.dispatch._AttentionBackendRegistry
-    before = registry._active_backend
-    yield found
-    registry._active_backend = before  # set_attention_backend changes it
+    return found
 
 
 def using(model: Any, name: str = "attn_dispatch") -> Any:
     model.set_attention_backend(name)
     return model
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], within: float) -> None:
-    """Relative to the largest value of a tensor, and for gradients of all."""
-    assert found.keys() == expected.keys()
-    largest = max(float(x.abs().max()) for name, x in expected.items() if name != "out")
-    for name, exact in expected.items():
-        scale = float(exact.abs().max()) if name == "out" else largest
-        assert float((found[name] - exact).abs().max()) <= within * scale, name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -77,7 +57,7 @@ def test_models(name: str, asked: list[dict[str, Any]]) -> None:
     assert not asked
     found = computed(using(model), tensors)
     assert len(asked) == ASKED[name]
-    assert_equal(found, expected, 1e-12)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -215,7 +195,7 @@ def test_lse_and_dropout(asked: list[dict[str, Any]]) -> None:
     ],
 )
 def test_what_is_refused(more: dict[str, Any], says: str, checks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integration.dispatch._AttentionBackendRegistry, "_checks_enabled", checks)
+    monkeypatch.setattr(registry, "_checks_enabled", checks)
     with pytest.raises(InvalidInput, match=says):
         call(*qkv(), **more)
 
@@ -251,7 +231,6 @@ def dit() -> tuple[Any, dict[str, Tensor]]:
 
 def test_models_that_never_ask() -> None:
     model, tensors = dit()
-    registry = integration.dispatch._AttentionBackendRegistry
     before = registry._active_backend
     for name in ("attn_dispatch", integration.dispatch.AttentionBackendName.ATTN_DISPATCH):
         with pytest.raises(InvalidInput, match=r"DiT.* never asks .*AttnProcessor2_0.*replacing_sdpa"):
@@ -286,7 +265,7 @@ def test_processors_that_do_not_ask(warnings: Callable[[], list[str]]) -> None:
 def test_the_name_is_listed(asked: list[dict[str, Any]]) -> None:
     names = integration.dispatch.AttentionBackendName
     assert names.ATTN_DISPATCH in list(names)
-    assert names("attn_dispatch") in integration.dispatch._AttentionBackendRegistry.list_backends()
+    assert names("attn_dispatch") in registry.list_backends()
     model, tensors = diffusion.wan()
     with pytest.raises(ValueError, match="attn_dispatch"):
         model.set_attention_backend("nonsense")
@@ -296,7 +275,7 @@ def test_the_name_is_listed(asked: list[dict[str, Any]]) -> None:
 
 
 def test_registered_twice() -> None:
-    names, registry = integration.dispatch.AttentionBackendName, integration.dispatch._AttentionBackendRegistry
+    names = integration.dispatch.AttentionBackendName
     before = list(names), len(registry.list_backends()), integration.modeling.ModelMixin.set_attention_backend
     integration.register()
     again = integration.modeling.ModelMixin.set_attention_backend
@@ -304,12 +283,19 @@ def test_registered_twice() -> None:
     assert again._of_diffusers is before[2]._of_diffusers
 
 
-def test_copies_and_pickles(asked: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_copies_and_pickles(asked: list[dict[str, Any]]) -> None:
     model, tensors = diffusion.wan()
     expected = using(model)(**tensors).sample
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(other(**tensors).sample, expected, rtol=0, atol=0)
     assert len(asked) == 3 * ASKED["wan"]
+
+
+@pytest.mark.full
+def test_unpickled_elsewhere(tmp_path: Path) -> None:
+    """Where nothing of this package was imported yet."""
+    model, _ = diffusion.wan()
+    using(model)
     (tmp_path / "processor").write_bytes(pickle.dumps(model.blocks[0].attn1.processor))
     elsewhere = (
         "import pickle, sys; processor = pickle.load(open(sys.argv[1], 'rb')); "
@@ -320,6 +306,7 @@ def test_copies_and_pickles(asked: list[dict[str, Any]], tmp_path: Path) -> None
     assert found.stdout.split() == ["attn_dispatch", "True"], found.stderr
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 def test_in_a_graph() -> None:
     model, tensors = diffusion.flux(num_layers=1)

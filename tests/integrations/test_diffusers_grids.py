@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,19 +12,12 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from tests.support import diffusion
 from tests.support.definition import Spec
-from tests.support.diffusion import FLUX_GRID, FLUX_TEXT, WAN_GRID, computed
+from tests.support.diffusion import FLUX_GRID, FLUX_TEXT, WAN_GRID, assert_equal, computed, integration
 
-diffusers: Any = pytest.importorskip(
-    "diffusers",
-    minversion="0.36",
-    reason="diffusers is not installed: pip install attn-dispatch[test-integrations]",
-)
-
-integration: Any = importlib.import_module("attn_dispatch.integrations.diffusers")
 grids: Any = importlib.import_module("attn_dispatch.integrations.diffusers_grids")
 neighborhood: Any = integration.neighborhood
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("short_trials", "same_diffusers")
 
 DEFAULTS = {"dilation": 1, "is_causal": False, "edges": "clip", "stride": 1}
 WAN: dict[str, dict[str, Any]] = {
@@ -39,14 +31,6 @@ FLUX: dict[str, dict[str, Any]] = {
     "shift": {"window": (3, 4), "edges": "shift"},
     "dilated": {"window": 3, "dilation": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    registry = integration.dispatch._AttentionBackendRegistry
-    before = registry._active_backend
-    yield
-    registry._active_backend = before
 
 
 def grid_mask(grid: tuple[int, ...], options: dict[str, Any]) -> Tensor:
@@ -76,13 +60,6 @@ def reference(
         found = computed(model, tensors)
     assert sum(calls) == (2 if module == "transformer_wan" else 3)
     return found
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    largest = max(float(x.abs().max()) for x in expected.values())
-    for name, exact in expected.items():
-        assert float((found[name] - exact).abs().max()) <= 1e-12 * largest, name
 
 
 @pytest.mark.parametrize("name", WAN)
@@ -254,6 +231,7 @@ def test_what_is_refused(ask: Any, says: str) -> None:
         ask()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 def test_in_a_graph() -> None:
     """A model that was compiled outside."""

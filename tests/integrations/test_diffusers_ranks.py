@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -18,18 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from attn_dispatch import dispatch as own
 from attn_dispatch.errors import InvalidInput
 from tests.support import diffusion
-from tests.support.diffusion import FLUX_GRID, WAN_GRID, computed
+from tests.support.diffusion import FLUX_GRID, WAN_GRID, computed, diffusers, integration
 from tests.support.ring_ranks import Ranks
 
-diffusers: Any = pytest.importorskip(
-    "diffusers",
-    minversion="0.36",
-    reason="diffusers is not installed: pip install attn-dispatch[test-integrations]",
-)
-
-integration: Any = importlib.import_module("attn_dispatch.integrations.diffusers")
-
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("short_trials", "same_diffusers")
 
 OLD = tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 39)
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
@@ -98,10 +89,7 @@ def test_uneven_shards(pair: Ranks) -> None:
 
 def check(name: str, degrees: dict[str, int], near: Any, pair: Ranks) -> None:
     model, tensors = diffusion.in_float64(*MODELS[name]())
-    registry = integration.dispatch._AttentionBackendRegistry
-    before = registry._active_backend
     model.set_attention_backend("attn_dispatch")
-    registry._active_backend = before
     with near_by(near):
         expected = computed(model, tensors)
     found = pair.everywhere(sharded, name, degrees, near)

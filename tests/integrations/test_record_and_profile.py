@@ -14,26 +14,13 @@ from attn_dispatch import NotDecided, counters, record
 from attn_dispatch.cli import main
 from attn_dispatch.store.problem_files import read_record
 from tests.support.calls import forget
+from tests.support.small_transformers import decoder
 
-transformers: Any = pytest.importorskip(
-    "transformers",
-    minversion="5.4",
-    reason="transformers is not installed: pip install attn-dispatch[test-integrations]",
-)
+from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
 PROMPT, NEW, LAYERS = 12, 30, 2
-
-
-def llama() -> Any:
-    import attn_dispatch.integrations.transformers  # noqa: F401 - it registers the implementation
-
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "vocab_size": 99}
-    config = transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=128, pad_token_id=0)
-    return transformers.LlamaForCausalLM(config)
 
 
 def generated(model: Any, ids: torch.Tensor) -> Any:
@@ -50,11 +37,11 @@ def step(model: Any, ids: torch.Tensor) -> float:
 def test_record_profile_and_locked(
     tmp_path: Path, set_mode: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, path = llama(), tmp_path / "problems.jsonl"
+    model, path = decoder("llama"), tmp_path / "problems.jsonl"
     ids = torch.randint(3, 99, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     model.set_attn_implementation("sdpa")
     expected = generated(model, ids), step(model, ids)
-    model.set_attn_implementation("attn_dispatch")
+    model.set_attn_implementation(integration.NAME)
     set_mode("predict")  # records without waiting for trials
     with record(path):
         assert torch.equal(generated(model, ids), expected[0])

@@ -20,6 +20,7 @@ from attn_dispatch.integrations.deepspeed import LocalAttention
 from attn_dispatch.integrations.unmasked import heads_of
 from attn_dispatch.spec.pattern import Pattern
 from tests.support import ring_ranks
+from tests.support.pairwise import crossed
 
 pytestmark = [pytest.mark.usefixtures("little_time", "no_trials", "_processes"), pytest.mark.filterwarnings("ignore")]
 
@@ -110,9 +111,7 @@ def refusal(pattern: Pattern | None, group: bool, args: tuple[Any, ...], argumen
 # --- DistributedAttention ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["batch first", "sequence first"])
-@pytest.mark.parametrize("heads", ["heads", "grouped", "few", "uneven"])
-@pytest.mark.parametrize("pattern", PATTERNS)
+@crossed(pattern=PATTERNS, heads=HEADS, first=(False, True))
 def test_two_ranks_compute_what_one_does(pattern: str, heads: str, first: bool) -> None:
     needs("deepspeed")
     for errors in everywhere(by_deepspeed, PATTERNS[pattern], HEADS[heads], first, {}):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
@@ -37,6 +36,7 @@ model\t\t: 1
 model name\t: AMD EPYC Processor
 flags\t\t: fpu sse2 avx avx2 fma sme sev sha_ni
 """
+CLOCKED = AMD_ZEN3.replace("AMD EPYC Processor", "Intel(R) Xeon(R) CPU @ 2.20GHz")
 ARM_V1 = """processor\t: 0
 BogoMIPS\t: 2100.00
 Features\t: fp asimd evtstrm aes asimdhp cpuid sve i8mm bf16 dgh rng
@@ -60,32 +60,31 @@ def cpu_from(tmp_path: Path, cpuinfo: str) -> hardware.Cpu:
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "sets", "slug", "dtype"),
+    ("cpuinfo", "sets", "model", "dtype"),
     [
         (
             INTEL_AMX,
-            ("amx_bf16", "avx2", "avx512", "avx512_bf16", "avx512_fp16"),
-            "cpu-intel-xeon-platinum-8480-amx_bf16-avx512_bf16-avx512_fp16-",
+            "amx_bf16 avx2 avx512 avx512_bf16 avx512_fp16",
+            "Intel(R) Xeon(R) Platinum 8480+",
             "bfloat16",
         ),
-        (AMD_ZEN3, ("avx2",), "cpu-amd-epyc-processor-family-25-model-1-avx2-", "float32"),
-        (ARM_V1, ("bf16", "fp16", "neon", "sve"), "cpu-arm-0x41-0xd40-bf16-fp16-sve-", "bfloat16"),
+        (AMD_ZEN3, "avx2", "AMD EPYC Processor family 25 model 1", "float32"),
+        (CLOCKED, "avx2", "Intel(R) Xeon(R) CPU @ 2.20GHz family 25 model 1", "float32"),
+        (ARM_V1, "bf16 fp16 neon sve", "ARM 0x41-0xd40", "bfloat16"),
     ],
+    ids=["intel", "amd", "a clock is no model", "arm"],
 )
-def test_cpuinfo(tmp_path: Path, cpuinfo: str, sets: tuple[str, ...], slug: str, dtype: str) -> None:
+def test_cpuinfo(tmp_path: Path, cpuinfo: str, sets: str, model: str, dtype: str) -> None:
     cpu = cpu_from(tmp_path, cpuinfo)
-    assert cpu.instruction_sets == sets
-    assert hardware.silicon_of(cpu).startswith(slug)
+    assert (" ".join(cpu.instruction_sets), cpu.model) == (sets, model)
     assert hardware.advise(cpu).dtype == dtype
 
 
-def test_named_model_is_left_as_it_is(tmp_path: Path) -> None:
-    assert cpu_from(tmp_path, INTEL_AMX).model == "Intel(R) Xeon(R) Platinum 8480+"
-
-
-def test_clock_in_the_name_does_not_make_it_a_model(tmp_path: Path) -> None:
-    text = AMD_ZEN3.replace("AMD EPYC Processor", "Intel(R) Xeon(R) CPU @ 2.20GHz")
-    assert cpu_from(tmp_path, text).model.endswith("family 25 model 1")
+def test_the_silicon_of_a_processor() -> None:
+    sets = ("amx_bf16", "avx2", "avx512", "avx512_bf16", "avx512_fp16")
+    cpu = replace(CPU, model="Intel(R) Xeon(R) Platinum 8480+", instruction_sets=sets)
+    widest = "amx_bf16-avx512_bf16-avx512_fp16"
+    assert hardware.silicon_of(cpu) == f"cpu-intel-xeon-platinum-8480-{widest}-8c-4t"
 
 
 @pytest.mark.parametrize(
@@ -139,12 +138,6 @@ def test_cores_under_cgroup_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert hardware._usable_cores(tmp_path, tmp_path) == cores
 
 
-def test_a_quota_without_its_period_is_none(tmp_path: Path) -> None:
-    write(tmp_path / "cpu.cfs_quota_us", 150000)
-    assert hardware._cpu_quota(tmp_path) is None
-    assert hardware._cpu_quota(tmp_path / "elsewhere") is None
-
-
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
@@ -180,13 +173,6 @@ def test_unequal_gpus_in_another_order_than_nvml(monkeypatch: pytest.MonkeyPatch
     assert hardware.silicon("cuda") == hardware.silicon("cuda:1") != hardware.silicon("cuda:0")
 
 
-def test_pci_address_joins_when_torch_has_no_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SimpleNamespace(**{name: value for name, value in vars(GTX1080).items() if name != "uuid"})
-    fake_cuda(monkeypatch, old)
-    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"pci": "00000000:1a:00.0"}, "GPU-bbbb-2": {"pci": "00000000:2b:00.0"}})
-    assert hardware.hardware().gpus[0].uuid == "GPU-bbbb-2"
-
-
 def test_mig_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, SLICE)
     fake_nvml(monkeypatch, {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True}})
@@ -195,16 +181,17 @@ def test_mig_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.silicon("cuda:0") == "cuda-sm80-14sm-5mib-l2-5gib-mig-nvidia-a100-sxm4-40gb-mig-1g.5gb"
 
 
-def test_mig_is_seen_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, SLICE)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert hardware.hardware().gpus[0].mig
-
-
-@pytest.mark.parametrize("board", ["GPU-aaaa-1", "MIG-aaaa-1"])
-def test_mig_is_seen_without_its_name(monkeypatch: pytest.MonkeyPatch, board: str) -> None:
-    fake_cuda(monkeypatch, H100)
-    fake_nvml(monkeypatch, {board: {"mig_mode": 1} if board.startswith("GPU") else {"slice": True}})
+@pytest.mark.parametrize(
+    ("device", "boards"),
+    [(SLICE, None), (H100, {"GPU-aaaa-1": {"mig_mode": 1}}), (H100, {"MIG-aaaa-1": {"slice": True}})],
+    ids=["without NVML", "a board in MIG mode", "a slice"],
+)
+def test_mig_is_seen(monkeypatch: pytest.MonkeyPatch, device: SimpleNamespace, boards: dict[str, Any] | None) -> None:
+    """By its name, or by what NVML says."""
+    fake_cuda(monkeypatch, device)
+    fake_nvml(monkeypatch, boards or {})
+    if boards is None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
     assert hardware.hardware().gpus[0].mig
 
 
@@ -248,7 +235,7 @@ def test_nvml_functions_exist_in_the_real_package() -> None:
     pynvml = pytest.importorskip("pynvml")
     sources = "".join(Path(str(module.__file__)).read_text() for module in (devices, hardware, memory))
     names = set(re.findall(r"\bnvml[A-Z]\w+", sources))
-    assert len(names) >= 8
+    assert len(names) >= 7
     assert {name for name in names if not hasattr(pynvml, name)} == set()
     assert issubclass(pynvml.NVMLError, Exception)
 
@@ -259,9 +246,8 @@ def test_nvml_functions_exist_in_the_real_package() -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype"),
     [
-        *[((3, 5), "float32"), ((5, 2), "float32"), ((6, 1), "float32")],
-        *[((5, 3), "float16"), ((6, 0), "float16"), ((6, 2), "float16"), ((7, 0), "float16"), ((7, 5), "float16")],
-        *[((8, 0), "bfloat16"), ((8, 9), "bfloat16"), ((9, 0), "bfloat16"), ((12, 0), "bfloat16")],
+        *[((5, 2), "float32"), ((6, 1), "float32"), ((5, 3), "float16"), ((6, 0), "float16"), ((6, 2), "float16")],
+        *[((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16")],
     ],
 )
 def test_gpu_advice(capability: tuple[int, int], dtype: str) -> None:
@@ -277,7 +263,7 @@ def test_cpu_advice(name: str) -> None:
 
 
 def test_gpu_silicon_ignores_other_properties() -> None:
-    other = replace(GPU, index=3, uuid=None, driver=None, total_bytes=GPU.total_bytes + 600 * MIB)
+    other = replace(GPU, index=3, uuid="x", driver=None, total_bytes=GPU.total_bytes + 600 * MIB)
     assert hardware.silicon_of(other) == hardware.silicon_of(GPU)
     for change in ({"sm_count": 114}, {"capability": (8, 0)}, {"l2_bytes": None}, {"mig": True}, {"name": "x"}):
         assert hardware.silicon_of(replace(GPU, **change)) != hardware.silicon_of(GPU)
@@ -289,7 +275,6 @@ def test_memory_class(gib: float, name: int) -> None:
     assert f"-l2-{name}gib-" in hardware.silicon_of(replace(GPU, total_bytes=int(gib * GIB)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(model=st.text(max_size=80), total=st.integers(1, 1 << 42), mig=st.booleans())
 def test_silicon_is_a_short_slug(model: str, total: int, mig: bool) -> None:
     sets = ("amx_bf16", "amx_fp16", "avx2", "avx512", "avx512_bf16", "avx512_fp16")
@@ -341,15 +326,3 @@ def test_real_machine() -> None:
     assert hardware.silicon("cpu") == hardware.silicon_of(found.cpu)
     assert hardware.provenance("cpu")["name"] == found.cpu.model
     assert set(hardware.provenance("cpu")) == {"name", "driver", "torch", "cuda", "python", "platform"}
-
-
-def test_import_is_cheap() -> None:
-    code = (
-        "import importlib.util, sys; sys.modules['attn_dispatch.errors'] = type(sys)('e');"
-        "sys.modules['attn_dispatch.errors'].InvalidInput = ValueError; before = set(sys.modules)\n"
-        "for name, path in zip(('attn_dispatch.machine.memory', 'attn_dispatch.machine.hardware'), sys.argv[1:]):\n"
-        "    spec = importlib.util.spec_from_file_location(name, path); m = importlib.util.module_from_spec(spec)\n"
-        "    sys.modules[name] = m; spec.loader.exec_module(m)\n"
-        "assert not {'torch', 'pynvml', 'psutil'} & set(sys.modules) - before"
-    )
-    subprocess.run([sys.executable, "-c", code, str(memory.__file__), str(hardware.__file__)], check=True)

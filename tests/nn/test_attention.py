@@ -13,6 +13,7 @@ from attn_dispatch import Dense, Dilated, Neighborhood, Window, dispatch, shard,
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.nn import KVCache, MultiheadAttention
 from attn_dispatch.spec.pattern import Pattern
+from tests.support.calls import drawn
 from tests.support.pairwise import crossed
 from tests.support.ring_ranks import Ranks
 
@@ -20,10 +21,6 @@ pytestmark = pytest.mark.usefixtures("no_trials")
 
 
 DIM, HEADS = 32, 4
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def of_torch(**arguments: Any) -> Any:

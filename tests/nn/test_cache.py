@@ -12,7 +12,8 @@ import torch
 from attn_dispatch import Dense, Dilated, Window
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.nn import DilatedAttention, KVCache, MultiheadAttention
-from tests.nn.test_attention import DIM, HEADS, drawn
+from tests.nn.test_attention import DIM, HEADS
+from tests.support.calls import drawn
 from tests.support.pairwise import crossed
 
 pytestmark = pytest.mark.usefixtures("no_trials")

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional
 from attn_dispatch import Dilated
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.nn import fkodom as ours
+from tests.support import calls
 from tests.support.calls import formula
 from tests.support.pairwise import crossed
 
@@ -29,10 +31,7 @@ NAMES = ("q_proj", "k_proj", "v_proj", "out_proj", "norm")
 
 
 pytestmark = pytest.mark.usefixtures("no_trials")
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+drawn = partial(calls.drawn, dtype=torch.float64)
 
 
 def heads_first(query: Tensor, key: Tensor, value: Tensor, op: object = None, attn_bias: object = None) -> Tensor:

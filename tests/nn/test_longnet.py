@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional
 from attn_dispatch import Dense, Dilated
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.nn import AttentionConfig, DilatedAttention, KVCache, LongNetDecoderLayer, LongNetEncoderLayer
+from tests.support import calls
 from tests.support.calls import formula
 from tests.support.pairwise import crossed
 
@@ -21,10 +23,7 @@ CONFIG = AttentionConfig(dim=32, heads=4, segment_lengths=[4, 16], dilation_rate
 
 
 pytestmark = pytest.mark.usefixtures("no_trials")
-
-
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+drawn = partial(calls.drawn, dtype=torch.float64)
 
 
 def scattered(module: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.nn import torchscale as ours
 from attn_dispatch.nn.like_torchscale import attend_like_torchscale
 from attn_dispatch.spec.pattern import Dilated
+from tests.support import calls
 from tests.support.pairwise import crossed
 
 DEFAULTS: dict[str, Any] = {
@@ -57,14 +59,11 @@ LINEAR = ("k_proj", "v_proj", "q_proj", "out_proj")
 
 
 pytestmark = pytest.mark.usefixtures("no_trials")
+drawn = partial(calls.drawn, dtype=torch.float64)
 
 
 def arguments(**changed: Any) -> Any:
     return SimpleNamespace(**{**DEFAULTS, **changed})
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def softmax_of(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:

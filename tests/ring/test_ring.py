@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from attn_dispatch import Sharded, attend, explain, shard, unshard
+from attn_dispatch import Sharded, attend, shard, unshard
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
@@ -267,22 +267,6 @@ def test_exchanges_on_a_single_rank(ranks: Ranks, set_mode: Any) -> None:
     why = "cannot run over a single rank: no rank sees another's rows: there is nothing to exchange"
     expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER, ULYSSES)]
     assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 8
-
-
-def explained_on_a_single_rank() -> list[str | None]:
-    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))["context"]
-    return [explain(*part(mesh), mesh=mesh, order=order).choice for order in (None, LOCAL)]
-
-
-def test_a_single_rank_is_explained_as_one_device(ranks: Ranks, set_mode: Any) -> None:
-    set_mode("off")
-    assert all("ring" not in found for found in ranks.everywhere(explained_on_a_single_rank))
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_group_of_some_ranks(ranks: Ranks, size: int, set_mode: Any) -> None:
-    set_mode("off")
-    assert all(ranks.everywhere(on_group, ranks=size))
 
 
 def not_a_mesh(mesh: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
@@ -22,7 +22,6 @@ from tests.support.definition import KINDS, SPECS, Spec, dense, dilated, masks, 
 
 @pytest.mark.parametrize("specs", [dense(), windows(), dilated(), neighborhoods()], ids=list(KINDS))
 def test_multiplicity_is_the_definition(specs: st.SearchStrategy[Spec]) -> None:
-    @settings(max_examples=100)
     @given(specs)
     def holds(spec: Spec) -> None:
         found = spec.pattern.multiplicity(*spec.lengths)
@@ -32,7 +31,6 @@ def test_multiplicity_is_the_definition(specs: st.SearchStrategy[Spec]) -> None:
     holds()
 
 
-@settings(max_examples=80)
 @given(st.data(), SPECS)
 def test_masks_hide_keys_and_padding_queries(data: st.DataObject, spec: Spec) -> None:
     seq_lens, key_mask = data.draw(masks(spec))
@@ -55,7 +53,6 @@ def test_masks_hide_keys_and_padding_queries(data: st.DataObject, spec: Spec) ->
         assert found[row].tolist() == expected
 
 
-@settings(max_examples=60)
 @given(st.data(), SPECS)
 def test_positions_select_rows_and_columns(data: st.DataObject, spec: Spec) -> None:
     def some(size: int) -> list[int]:
@@ -73,7 +70,6 @@ def test_positions_with_a_key_mask() -> None:
     assert found.tolist() == [[[[0, 1, 1]]], [[[1, 1, 0]]]]
 
 
-@settings(max_examples=100)
 @given(SPECS)
 def test_simplify_keeps_the_multiplicity(spec: Spec) -> None:
     simple = spec.pattern.simplify(*spec.lengths)
@@ -153,14 +149,14 @@ DIFFERENT: list[tuple[Pattern, Pattern]] = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), SAME, ids=lambda pattern: str(pattern))
+@pytest.mark.parametrize(("one", "other"), SAME, ids=str)
 def test_equal_values(one: Pattern, other: Pattern) -> None:
     assert one == other
     assert hash(one) == hash(other)
     assert str(one) == str(other)
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=lambda pattern: str(pattern))
+@pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=str)
 def test_different_values(one: Pattern, other: Pattern) -> None:
     assert one != other
     assert str(one) != str(other)
@@ -172,22 +168,15 @@ def test_fields_are_plain_integers() -> None:
     assert [type(number) for number in numbers] == [int] * 6
 
 
-@settings(max_examples=60)
 @given(SPECS)
 def test_frozen_hashable_picklable(spec: Spec) -> None:
     pattern = spec.pattern
     assert pickle.loads(pickle.dumps(pattern)) == pattern
+    assert type(pattern)(**dataclasses.asdict(pattern)) == pattern  # type: ignore[call-overload]
     assert {pattern: 1}[spec.pattern] == 1
     field = dataclasses.fields(pattern)[0].name  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(pattern, field, 1)
-
-
-@settings(max_examples=60)
-@given(SPECS)
-def test_a_pattern_rebuilt_from_its_fields_is_equal(spec: Spec) -> None:
-    pattern = spec.pattern
-    assert type(pattern)(**dataclasses.asdict(pattern)) == pattern  # type: ignore[call-overload]
 
 
 # --- invalid arguments ------------------------------------------------------------------------------------------------
@@ -195,24 +184,16 @@ def test_a_pattern_rebuilt_from_its_fields_is_equal(spec: Spec) -> None:
 PAIR = {"segment_lengths": (8, 16), "dilation_rates": (1, 2)}
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Dense", {"is_causal": 1}, "is_causal must be True or False, got 1"),
-    ("Dense", {"is_causal": None}, "is_causal must be True or False, got None"),
     ("Window", {"left": -1}, "left must be None or an integer >= 0, got -1"),
     ("Window", {"right": -2}, "right must be None or an integer >= 0, got -2"),
     ("Window", {"left": True}, "left must be None or an integer >= 0, got True"),
-    ("Window", {"left": 1.0}, "left must be None or an integer >= 0, got 1.0"),
     ("Window", {"right": "3"}, "right must be None or an integer >= 0, got '3'"),
-    ("Window", {"right": np.True_}, "right must be None or an integer >= 0, got"),
     ("Window", {"right": np.array([1, 2])}, "right must be None or an integer >= 0, got"),
     ("Window", {"right": torch.tensor(1.5)}, "right must be None or an integer >= 0, got"),
     ("Window", {"sinks": -1}, "sinks must be an integer >= 0, got -1"),
-    ("Window", {"sinks": None}, "sinks must be an integer >= 0, got None"),
-    ("Window", {"sinks": True}, "sinks must be an integer >= 0, got True"),
     ("Dilated", PAIR | {"segment_lengths": (8, 0)}, "segment_lengths must be integers >= 1, got 0"),
-    ("Dilated", PAIR | {"segment_lengths": (8, -1)}, "segment_lengths must be integers >= 1, got -1"),
-    ("Dilated", PAIR | {"segment_lengths": (8, True)}, "segment_lengths must be integers >= 1, got True"),
     ("Dilated", PAIR | {"segment_lengths": (8, 16.0)}, "segment_lengths must be integers >= 1, got 16.0"),
     ("Dilated", PAIR | {"segment_lengths": "16"}, "segment_lengths must be integers >= 1, got '16'"),
-    ("Dilated", PAIR | {"segment_lengths": ()}, "segment_lengths must hold at least one integer, got ()"),
     ("Dilated", PAIR | {"segment_lengths": None}, "segment_lengths must be integers >= 1, got None"),
     ("Dilated", PAIR | {"dilation_rates": (1, 0)}, "dilation_rates must be integers >= 1, got 0"),
     ("Dilated", PAIR | {"dilation_rates": []}, "dilation_rates must hold at least one integer, got []"),
@@ -221,7 +202,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("Dilated", PAIR | {"offsets": "random"}, "offsets must be one of 'mod', 'block', got 'random'"),
     ("Dilated", PAIR | {"heads": "some"}, "heads must be one of 'all', 'split', got 'some'"),
     ("Neighborhood", {"grid": (2, 2, 2, 2), "window": 1}, "grid has 4 axes, but may have 1 to 3: (2, 2, 2, 2)"),
-    ("Neighborhood", {"grid": (), "window": 1}, "grid must hold at least one integer, got ()"),
     ("Neighborhood", {"grid": (4, 0), "window": 1}, "grid must be integers >= 1, got 0"),
     (
         "Neighborhood",
@@ -239,15 +219,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         "stride must be from 1 to the window on every axis, got 4 > 3",
     ),
     ("Neighborhood", {"grid": (4, 4), "window": 3, "stride": 0}, "stride must be integers >= 1, got 0"),
-    ("Neighborhood", {"grid": (4, 4), "window": 3, "stride": (1, 1, 1)}, "stride has 3 entries, but grid has 2 axes"),
     ("Neighborhood", {"grid": (4, 4), "window": 0}, "window must be integers >= 1, got 0"),
     ("Neighborhood", {"grid": (4, 4), "window": (3, 3, 3)}, "window has 3 entries, but grid has 2 axes"),
     ("Neighborhood", {"grid": (4, 4), "window": 3, "dilation": -1}, "dilation must be integers >= 1, got -1"),
     ("Neighborhood", {"grid": (4, 4, 4), "window": 3, "dilation": (1, 2)}, "dilation has 2 entries, but grid has 3"),
-    ("Neighborhood", {"grid": (4, 4), "window": 3, "is_causal": 0}, "is_causal must be True or False, got 0"),
     ("Neighborhood", {"grid": (4, 4), "window": 3, "is_causal": (True, 1)}, "is_causal must be True or False, got 1"),
     ("Neighborhood", {"grid": (4, 4, 4), "window": 3, "is_causal": (True, False)}, "is_causal has 2 entries"),
-    ("Neighborhood", {"grid": (4, 4), "window": 3, "is_causal": ()}, "is_causal has 0 entries"),
     (
         "Neighborhood",
         {"grid": (4, 4), "window": 3, "edges": "wrap"},

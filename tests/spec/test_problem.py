@@ -35,11 +35,8 @@ BAD_TENSORS: dict[str, tuple[Any, Any, Any, str]] = {
     "k-none": (x, None, x, "k must be a torch.Tensor, got NoneType"),
     "v-numpy": (x, x, np.zeros(Q), "v must be a torch.Tensor, got ndarray"),
     "rank-3": (x, zeros(2, 12, 8), x, "k must have 4 axes, [batch, len, heads, head_dim]"),
-    "rank-5": (x[None], x, x, "q must have 4 axes"),
     "empty-batch": (zeros(0, 12, 4, 8), x, x, "q must have at least one entry on every axis, got [0, 12, 4, 8]"),
     "empty-len": (x, x[:, :0], x, "k must have at least one entry on every axis, got [2, 0, 4, 8]"),
-    "empty-heads": (x, x, x[:, :, :0], "v must have at least one entry on every axis, got [2, 12, 0, 8]"),
-    "empty-head-dim": (x[..., :0], x, x, "q must have at least one entry on every axis, got [2, 12, 4, 0]"),
     "sparse": (x.to_sparse(), x, x, "q must be a dense strided tensor, got layout torch.sparse_coo"),
     "nested": (x, torch.nested.nested_tensor([x[0]], layout=torch.jagged), x, "k must be a dense strided tensor"),
     "int": (
@@ -48,8 +45,6 @@ BAD_TENSORS: dict[str, tuple[Any, Any, Any, str]] = {
         x.int(),
         "q must be one of torch.float16, torch.bfloat16, torch.float32, torch.float64, got",
     ),
-    "complex": (x, x.to(torch.complex64), x, "k must be one of torch.float16"),
-    "float8": (x, x, x.to(torch.float8_e4m3fn), "v must be one of torch.float16"),
     "mixed-dtypes": (
         x,
         x.half(),
@@ -59,11 +54,9 @@ BAD_TENSORS: dict[str, tuple[Any, Any, Any, str]] = {
     "mixed-devices": (x, x, x.to("meta"), "q, k and v must be on one device, got cpu, cpu, meta"),
     "batch": (x, x[:1], x[:1], "q and k must have one batch size, got 2 and 1"),
     "k-and-v-len": (x, x, x[:, :5], "k and v must have one shape, got [2, 12, 4, 8] and [2, 5, 4, 8]"),
-    "k-and-v-heads": (x, x, x[:, :, :2], "k and v must have one shape"),
     "v-head-dim": (x, x, x[..., :4], "k and v must have one shape"),
     "head-dim": (x, x[..., :4], x[..., :4], "q and k must have one head_dim, got 8 and 4"),
     "heads": (x, x[:, :, :3], x[:, :, :3], "the heads of k and v must divide those of q, got 3 and 4"),
-    "more-kv-heads": (x[:, :, :2], x, x, "the heads of k and v must divide those of q, got 4 and 2"),
 }
 BRANCHES: dict[str, Any] = {"segment_lengths": (4, 8), "dilation_rates": (1, 2)}
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -72,34 +65,25 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"pattern": "dense"},
         "pattern must be one of Dense, Window, Dilated, Neighborhood, Reordered or None",
     ),
-    "pattern-class": ({"pattern": Dense}, "pattern must be one of Dense"),
     "pattern-and-causal": ({"pattern": Dense(), "is_causal": True}, "give pattern or the shorthands"),
-    "pattern-and-branches": ({"pattern": Dense(), **BRANCHES}, "give pattern or the shorthands"),
     "segments-alone": ({"segment_lengths": (4,)}, "go together, but dilation_rates is None"),
     "rates-alone": ({"dilation_rates": (4,)}, "go together, but segment_lengths is None"),
     "branches": (BRANCHES | {"dilation_rates": (1,)}, "segment_lengths has 2 entries and dilation_rates 1"),
     "segment-zero": (BRANCHES | {"segment_lengths": (4, 0)}, "segment_lengths must be integers >= 1, got 0"),
     "is_causal-int": ({"is_causal": 1}, "is_causal must be True or False, got 1"),
-    "is_causal-none": ({"is_causal": None}, "is_causal must be True or False, got None"),
     "is_causal-beside-pattern": ({"pattern": Dense(), "is_causal": None}, "is_causal must be True or False, got None"),
     "grid": ({"pattern": Neighborhood((3, 5), (3,))}, "grid (3, 5) holds 15 tokens, but the sequence has 12"),
     "scale-nan": ({"scale": math.nan}, "scale must be a finite number or None, got nan"),
-    "scale-inf": ({"scale": -math.inf}, "scale must be a finite number or None, got -inf"),
-    "scale-str": ({"scale": "1"}, "scale must be a finite number or None, got '1'"),
     "scale-bool": ({"scale": True}, "scale must be a finite number or None, got True"),
     "scale-huge": ({"scale": 10**400}, "scale must be a finite number or None, got 1000"),
     "softcap-zero": ({"softcap": 0}, "softcap must be a number > 0, 1e+30 at most, or None, got 0"),
     "softcap-bool": ({"softcap": True}, "or None, got True"),
-    "softcap-str": ({"softcap": "30"}, "or None, got '30'"),
     "dropout-one": ({"dropout_p": 1.0}, "dropout_p must be a number with 0 <= dropout_p < 1, got 1.0"),
     "dropout-negative": ({"dropout_p": -0.1}, "dropout_p must be a number with 0 <= dropout_p < 1, got -0.1"),
-    "dropout-bool": ({"dropout_p": True}, "dropout_p must be a number with 0 <= dropout_p < 1, got True"),
-    "dropout-nan": ({"dropout_p": math.nan}, "dropout_p must be a number with 0 <= dropout_p < 1, got nan"),
     "dropout-none": ({"dropout_p": None}, "dropout_p must be a number with 0 <= dropout_p < 1, got None"),
     "seq_lens-list": ({"seq_lens": [1, 2]}, "seq_lens must be an int32 or int64 tensor, got list"),
     "seq_lens-float": ({"seq_lens": zeros(2)}, "seq_lens must be an int32 or int64 tensor, got a torch.float32 tensor"),
     "seq_lens-shape": ({"seq_lens": torch.tensor([3])}, "seq_lens must have shape [batch] = [2], got [1]"),
-    "seq_lens-rank": ({"seq_lens": torch.tensor([[3, 4]])}, "seq_lens must have shape [batch] = [2], got [1, 2]"),
     "seq_lens-negative": ({"seq_lens": torch.tensor([3, -1])}, "seq_lens must lie in 0..12, got [3, -1]"),
     "seq_lens-long": ({"seq_lens": torch.tensor([13, 1])}, "seq_lens must lie in 0..12, got [13, 1]"),
     "seq_lens-device": (
@@ -109,7 +93,6 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "key_mask-list": ({"key_mask": [[True]]}, "key_mask must be a bool tensor (True = may be seen), got list"),
     "key_mask-float": ({"key_mask": zeros(2, 12)}, "key_mask must be a bool tensor (True = may be seen), got a"),
     "key_mask-shape": ({"key_mask": zeros(2, 11).bool()}, "shape [batch, k_len] = [2, 12], got [2, 11]"),
-    "key_mask-rank": ({"key_mask": zeros(2, 4, 12, 12).bool()}, "shape [batch, k_len] = [2, 12], got [2, 4, 12, 12]"),
     "key_mask-device": ({"key_mask": zeros(2, 12, device="meta").bool()}, "key_mask must be on q's device"),
     "return_lse": ({"return_lse": 1}, "return_lse must be True or False, got 1"),
     "first_head": ({"first_head": 2}, "first_head and all_heads go together, but all_heads is None"),
@@ -139,10 +122,12 @@ def test_wrong_tensors(case: tuple[Any, Any, Any, str]) -> None:
     refused(message, *tensors)
 
 
-@pytest.mark.parametrize("given", [x, x[:0], x[:, :0]], ids=["whole", "no-rows", "no-tokens"])
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_wrong_arguments(arguments: dict[str, Any], message: str, given: Tensor) -> None:
-    refused(message if given is x else "", given, given, given, may_be_empty=True, **arguments)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    """Also of calls without rows or tokens."""
+    refused(message, x, x, x, **arguments)
+    for given in (x[:0], x[:, :0]):
+        refused("", given, given, given, may_be_empty=True, **arguments)
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_CROSS.values(), ids=BAD_CROSS)
@@ -209,11 +194,6 @@ def deterministic() -> str:
         torch.use_deterministic_algorithms(False)
 
 
-def autocast() -> str:
-    with torch.autocast("cpu", torch.bfloat16):
-        return key()
-
-
 @contextlib.contextmanager
 def precision(name: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
@@ -265,7 +245,6 @@ CHANGES: dict[str, Callable[[], str]] = {
     "seq_lens": lambda: key(seq_lens=torch.tensor([3, 4])),
     "key_mask": lambda: key(key_mask=torch.ones(2, 12, dtype=torch.bool)),
     "deterministic": deterministic,
-    "autocast": autocast,
     "precision-high": lambda: key_at_precision("high", torch.float32),
     "precision-medium": lambda: key_at_precision("medium", torch.float32),
     "silicon": lambda: key(silicon="cpu-made-up-8c-4t"),
@@ -274,15 +253,9 @@ CHANGES: dict[str, Callable[[], str]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changes_of_the_key(change: Callable[[], str]) -> None:
+def test_each_change_has_a_key_of_its_own() -> None:
     with precision("highest"):
-        assert change() != key()
-
-
-def test_keys_are_all_different_and_are_addresses() -> None:
-    # "autocast" to bfloat16 computes in bfloat16, at the strides of float32 tensors: the same as bfloat16 here.
-    found = {name: change() for name, change in CHANGES.items() if name != "autocast"}
+        found = {name: change() for name, change in {"plain": key, **CHANGES}.items()}
     assert len(set(found.values())) == len(found)
     assert all(len(value) == 20 and int(value, 16) >= 0 for value in found.values())
 
@@ -345,11 +318,7 @@ def test_the_key_is_unchanged(one: Callable[[], str], other: Callable[[], str]) 
 
 
 def test_equal_problems_hash_equal() -> None:
-    assert {problem(): 1}[problem(torch.ones(Q))] == 1
-    assert problem() != problem(scale=0.1)
-
-
-def test_replacing_a_field_changes_the_hash() -> None:
     one = problem()
+    assert {one: 1}[problem(torch.ones(Q))] == 1
+    assert one != problem(scale=0.1)
     assert hash(replace(one, batch=3)) != hash(one)
-    assert replace(one, batch=3) != one

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import zeros
 
@@ -62,7 +62,6 @@ def problems(draw: st.DrawFn) -> Problem:
     return replace(found, ranks=draw(st.integers(1, 9)))
 
 
-@settings(max_examples=100)
 @given(problems())
 def test_json_and_back(given_problem: Problem) -> None:
     found = Problem.from_dict(json.loads(json.dumps(given_problem.to_dict(), allow_nan=False)))
@@ -74,11 +73,8 @@ def test_json_and_back(given_problem: Problem) -> None:
 
 def test_to_dict_covers_every_field() -> None:
     changed = replace(PROBLEM, softcap=2.0, bias=(1, 1), bias_needs_grad=True, alibi_axes=1, flash_kernel="FA3")
-    written = {field.name for field in fields(Problem) if field.init} - {
-        "is_document",
-        "given",
-    }  # decided as others are
-    assert set(changed.to_dict()) == written
+    written = {field.name for field in fields(Problem) if field.init}
+    assert set(changed.to_dict()) == written - {"is_document", "given"}  # decided as others are
     for axes in (1, 2):
         same = replace(changed, alibi_axes=axes, needs_grad=True)
         assert Problem.from_dict(json.loads(json.dumps(same.to_dict()))) == same
@@ -129,51 +125,32 @@ for _ in range(100_000):
 HOSTILE: dict[str, dict[str, Any]] = {
     "batch-zero": {"batch": 0},
     "batch-bool": {"batch": True},
-    "batch-str": {"batch": "2"},
     "q_len-none": {"q_len": None},
-    "k_len-float": {"k_len": 12.0},
     "heads-negative": {"heads": -4},
-    "head_dim-list": {"head_dim": [8]},
     "kv_heads": {"kv_heads": 3},
     "ranks": {"ranks": 0},
     "dtype-unknown": {"dtype": "int8"},
-    "dtype-none": {"dtype": None},
-    "dtype-list": {"dtype": ["float32"]},
     "device-unknown": {"device": "abacus"},
-    "device-none": {"device": None},
     "pattern-none": {"pattern": None},
-    "pattern-str": {"pattern": "Dense"},
     "pattern-kind": {"pattern": {"kind": "Spiral"}},
     "pattern-no-kind": {"pattern": {"is_causal": True}},
-    "pattern-kind-list": {"pattern": {"kind": ["Dense"]}},
     "pattern-field": {"pattern": {"kind": "Window", "left": 3, "middle": 4}},
     "pattern-value": {"pattern": {"kind": "Window", "left": -3}},
     "pattern-lengths": {"pattern": {"kind": "Neighborhood", "grid": [5, 5], "window": [3]}},
     "pattern-deep": {"pattern": DEEP},
     "scale-none": {"scale": None},
     "scale-nan": {"scale": math.nan},
-    "scale-inf": {"scale": math.inf},
     "scale-huge": {"scale": 10**400},
     "dropout": {"dropout_p": 1},
     "strides-none": {"strides": None},
-    "strides-short": {"strides": ["bnhd", "bnhd"]},
     "strides-str": {"strides": "bnhd"},
-    "strides-number": {"strides": ["bnhd", "bnhd", 3]},
-    "strides-list": {"strides": ["bnhd", "bnhd", ["bnhd"]]},
     "strides-twice": {"strides": ["bnhd", "bnhd", "bbhd"]},
     "strides-flag": {"strides": ["bnhd", "bnhd", "bnhd+holes"]},
     "needs_grad": {"needs_grad": "yes"},
-    "return_lse": {"return_lse": None},
-    "has_seq_lens": {"has_seq_lens": 1},
-    "has_key_mask": {"has_key_mask": []},
-    "deterministic": {"deterministic": 3},
     "seq_lens-cross": {"has_seq_lens": True, "k_len": 13},
     "precision": {"matmul_precision": "lowest"},
-    "precision-list": {"matmul_precision": []},
     "softcap": {"softcap": -1.0},
     "bias-sizes": {"bias": [3, 1]},
-    "bias-axes": {"bias": [1]},
-    "bias_needs_grad": {"bias_needs_grad": True, "needs_grad": True},
     "bias_needs_grad-forward": {"bias_needs_grad": True, "bias": [1, 1]},
     "alibi_axes": {"alibi_axes": 3},
     "flash_kernel": {"flash_kernel": 3},
@@ -196,29 +173,16 @@ def test_invalid_values(plain: Any) -> None:
         Problem.from_dict(plain)
 
 
-@pytest.mark.parametrize("name", sorted(PROBLEM.to_dict()))
-def test_required_fields(name: str) -> None:
-    """A field with a default may be missing, and no other."""
+def test_fields_without_a_default_are_required() -> None:
     plain = PROBLEM.to_dict()
-    del plain[name]
-    needed = {
-        "pattern",
-        "batch",
-        "q_len",
-        "k_len",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "dtype",
-        "device",
-        "scale",
-        "strides",
-    }
-    if name in needed:
-        with pytest.raises(InvalidInput, match=name):
-            Problem.from_dict(plain)
-    else:
-        assert Problem.from_dict(plain) == PROBLEM
+    needed = {field.name for field in fields(Problem) if field.default is MISSING and field.init}
+    for name in plain:
+        rest = {key: value for key, value in plain.items() if key != name}
+        if name in needed | {"strides"}:
+            with pytest.raises(InvalidInput, match=name):
+                Problem.from_dict(rest)
+        else:
+            assert Problem.from_dict(rest) == PROBLEM
 
 
 JSON = st.recursive(
@@ -228,7 +192,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100)
 @given(st.sampled_from(sorted(PROBLEM.to_dict())), JSON)
 def test_any_value_in_any_field(name: str, value: Any) -> None:
     plain = PROBLEM.to_dict() | {name: value}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attn_dispatch.spec.orders import TOKEN_ORDERS
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.reach import Axis, Band
+from attn_dispatch.spec.reach import Band
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import pair_count
 from tests.support.definition import SPECS, Spec
@@ -36,26 +36,6 @@ def test_branches_add_up_to_the_multiplicity(spec: Spec, order: str | None) -> N
 @given(SPECS)
 def test_pairs_are_counted_without_the_multiplicity(spec: Spec) -> None:
     assert pair_count(spec.pattern, *spec.lengths) == spec.pattern.multiplicity(*spec.lengths).sum()
-
-
-@given(st.integers(1, 9), st.integers(1, 3), st.booleans(), st.booleans(), st.data())
-def test_sides_of_windows_that_no_border_moves(
-    window: int, dilation: int, is_causal: bool, shift: bool, data: st.DataObject
-) -> None:
-    window += window % 2 == 0 and not shift  # only windows that move may be even
-    stride = data.draw(st.integers(1, window)) if shift else 1
-    axis = Axis(8 * 9 * dilation, window, dilation, is_causal, shift, stride)
-    x = torch.arange(axis.size)
-    inside = x[3 * 9 * dilation : -3 * 9 * dilation]
-    low, high = (ends[inside] for ends in axis.places(x))
-    place = inside // dilation
-    before, after = int((place - low).max()), int((high - place).max())
-    if shift and is_causal:
-        assert axis.inner_sides == axis.sides == (window - 1, 0)
-    else:
-        assert axis.inner_sides == (before, after)
-    assert before <= axis.sides[0]
-    assert after <= axis.sides[1]
 
 
 @given(st.data(), SPECS)

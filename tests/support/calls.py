@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attn_dispatch import counters, process_state
 from attn_dispatch.backends import manual
@@ -32,12 +33,36 @@ def qkv(length: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, T
     return q, k, v
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """out and lse in float64, for patterns in which every query sees a key."""
-    counts = pattern.multiplicity(q.shape[1], k.shape[1], q.shape[2])
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / math.sqrt(q.shape[3]) + counts.double().log()
-    lse = scores.logsumexp(-1)
-    return torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v.double()), lse
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal values, the same in float64 as in narrower dtypes but for rounding."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, softcap: float | None = None, bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, seen: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out and lse in float64, differentiable; 0 and -inf for a query without keys. `seen` [batch, k_len] hides keys."""
+    q_len, k_len, heads = q.shape[1], k.shape[1], q.shape[2]
+    keys, values = (x.double().repeat_interleave(heads // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), keys) * q.shape[3] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if alibi_slopes is not None:
+        distance = (torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)).abs()
+        scores = scores - alibi_slopes.double().view(-1, heads, 1, 1) * distance
+    counts = pattern.multiplicity(q_len, k_len, heads).double()
+    counts = counts if seen is None else counts * seen[:, None, None]
+    seen_scores = scores.detach().masked_fill(counts == 0, -math.inf)
+    most = functional.pad(seen_scores, (0, 1), value=-math.inf).amax(-1, keepdim=True)  # there may be no keys
+    most = most.masked_fill(most == -math.inf, 0.0)
+    weights = counts * (scores - most).masked_fill(counts == 0, 0.0).exp()
+    total = weights.sum(-1, keepdim=True)
+    some = total.masked_fill(total == 0, 1.0)
+    lse = (some.log() + most).masked_fill(total == 0, -math.inf).squeeze(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights / some, values), lse
 
 
 def close(found: Tensor, expected: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -108,18 +109,42 @@ def coordinates(position: int, grid: list[int]) -> list[int]:
 
 
 def naive_axis(x: int, y: int, size: int, w: int, e: int, causal: bool, edges: str, s: int) -> bool:
-    if x % e != y % e:
-        return False
-    query, key = x // e, y // e
-    if edges == "clip":
-        return abs(query - key) <= (w - 1) // 2 and (key <= query or not causal)
-    members = len(range(x % e, size, e))
-    group = [place for place in range(members) if place // s == query // s]
-    if causal:
-        return group[-1] - w < key <= query
-    leader = group[min(s // 2, len(group) - 1)]
-    low = max(0, min(leader - w // 2, members - w))
-    return low <= key < low + w
+    if edges == "shift":
+        return y in slid(size, w, e, s, causal)[x]
+    return x % e == y % e and abs(x - y) <= (w - 1) // 2 * e and (y <= x or not causal)
+
+
+@cache
+def slid(size: int, window: int, dilation: int, stride: int, causal: bool) -> list[list[int]]:
+    """NATTEN's rule: the coordinates that each coordinate of an axis sees, by a window that slides until it lies
+    inside.
+    """
+    found: list[list[int]] = [[] for _ in range(size)]
+    for residue in range(dilation):
+        line = list(range(residue, size, dilation))
+        for begin in range(0, len(line), stride):
+            group = range(len(line))[begin : begin + stride]
+            if causal:
+                # The window ends at the last query of the group, and each query sees no later key.
+                shared = range(group[-1] - window + 1, group[-1] + 1)
+                for place in group:
+                    found[line[place]] = [line[key] for key in shared if 0 <= key <= place]
+                continue
+            # One more key before the middle query than after it where the window is even. A group that the end of the
+            # line cuts short takes its last query where it has no middle one.
+            middle = begin + stride // 2
+            while middle not in group:
+                middle -= 1
+            first = last = middle
+            for turn in range(window - 1):
+                first, last = (first - 1, last) if turn % 2 == 0 else (first, last + 1)
+            while first < 0:
+                first, last = first + 1, last + 1
+            while last >= len(line):
+                first, last = first - 1, last - 1
+            for place in group:
+                found[line[place]] = line[first : last + 1]
+    return found
 
 
 def naive_neighborhood(spec: Spec, h: int, i: int, j: int) -> int:

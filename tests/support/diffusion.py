@@ -1,26 +1,32 @@
-"""Small models of diffusers with random weights, their inputs, and what they compute with a backend."""
+"""Small models of diffusers with random weights, their inputs, and what they compute with a backend.
+
+Importing this module skips the tests that do so where diffusers is not installed.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+diffusers: Any = pytest.importorskip(
+    "diffusers", minversion="0.36", reason="diffusers is not installed: pip install attn-dispatch[test-integrations]"
+)
+integration: Any = import_module("attn_dispatch.integrations.diffusers")
+registry: Any = integration.dispatch._AttentionBackendRegistry
+
 FLUX_GRID, FLUX_TEXT = (4, 6), 5
 WAN_GRID, WAN_TEXT = (2, 4, 3), 24  #: as many text tokens as the grid has: only the processor knows which is which
-
-
-def _library() -> Any:
-    return import_module("diffusers")
 
 
 def flux(text: int = FLUX_TEXT, **more: Any) -> tuple[Any, dict[str, Tensor]]:
     """Two double blocks and a single one; [2, 24] image and some text tokens."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, **more}
-    model = _library().FluxTransformer2DModel(
+    model = diffusers.FluxTransformer2DModel(
         patch_size=1, in_channels=4, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8), **sizes
     )
     rows, columns = FLUX_GRID
@@ -40,7 +46,7 @@ def wan(text: int = WAN_TEXT, **more: Any) -> tuple[Any, dict[str, Tensor]]:
     """Two blocks, each of self- and cross-attention; [2, 24] video tokens."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "ffn_dim": 32, **more}
-    model = _library().WanTransformer3DModel(
+    model = diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2), in_channels=4, out_channels=4, freq_dim=256, rope_max_seq_len=32, **sizes
     )
     frames, rows, columns = WAN_GRID
@@ -55,7 +61,7 @@ def wan(text: int = WAN_TEXT, **more: Any) -> tuple[Any, dict[str, Tensor]]:
 def qwen_image(masked: bool = True) -> tuple[Any, dict[str, Any]]:
     """Two blocks; [2, 16] image and 6 text tokens, of which the first row has 4."""
     torch.manual_seed(0)
-    model = _library().QwenImageTransformer2DModel(
+    model = diffusers.QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=16,
         out_channels=4,
@@ -93,3 +99,12 @@ def computed(model: Any, tensors: dict[str, Any]) -> dict[str, Tensor]:
 def in_float64(model: Any, tensors: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     wide = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in tensors.items()}
     return model.double(), wide
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], within: float = 1e-12) -> None:
+    """Relative to the output's largest value, and of gradients to that of all."""
+    assert found.keys() == expected.keys()
+    largest = max(float(x.abs().max()) for name, x in expected.items() if name != "out")
+    for name, exact in expected.items():
+        scale = float(exact.abs().max()) if name == "out" else largest
+        assert float((found[name] - exact).abs().max()) <= within * scale, name

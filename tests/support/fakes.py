@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,8 +30,7 @@ def write(path: Path, text: object) -> None:
 
 def props(name: str, capability: tuple[int, int], sms: int, l2: int, total: int, **more: object) -> SimpleNamespace:
     major, minor = capability
-    pci = {"pci_domain_id": 0, "pci_bus_id": 0x1A, "pci_device_id": 0}
-    known = {"multi_processor_count": sms, "L2_cache_size": l2, "total_memory": total, **pci, **more}
+    known = {"multi_processor_count": sms, "L2_cache_size": l2, "total_memory": total, "uuid": "none", **more}
     return SimpleNamespace(name=name, major=major, minor=minor, **known)
 
 
@@ -41,7 +39,7 @@ H100 = props(
     uuid="aaaa-1",
     shared_memory_per_block_optin=232448,
 )
-GTX1080 = props("NVIDIA GeForce GTX 1080", (6, 1), 20, 2 * MIB, 8_510_701_568, uuid="bbbb-2", pci_bus_id=0x2B)
+GTX1080 = props("NVIDIA GeForce GTX 1080", (6, 1), 20, 2 * MIB, 8_510_701_568, uuid="bbbb-2")
 SLICE = props("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 14, 5 * MIB, 5_100_273_664, uuid="cccc-3")
 
 
@@ -50,13 +48,12 @@ class FakeNvmlError(Exception):
 
 
 def fake_nvml(monkeypatch: pytest.MonkeyPatch, boards: dict[str, dict[str, Any]]) -> ModuleType:
-    """A pynvml whose handles are UUIDs; each board may have ``pci``, ``free``, ``mig_mode`` and ``slice``."""
+    """A pynvml whose handles are UUIDs; each board may have ``free``, ``mig_mode`` and ``slice``."""
 
-    def look_up(find: Callable[[str], bool]) -> str:
-        found = [uuid for uuid in boards if find(uuid)]
-        if not found:
+    def look_up(uuid: str) -> str:
+        if uuid not in boards:
             raise FakeNvmlError("Not Found")
-        return found[0]
+        return uuid
 
     def mig_mode(handle: str) -> list[int]:
         if "mig_mode" not in boards[handle]:
@@ -67,9 +64,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, boards: dict[str, dict[str, Any]]
     nvml.NVMLError = FakeNvmlError
     nvml.nvmlInit = lambda: None
     nvml.nvmlSystemGetDriverVersion = lambda: "550.54.15"
-    nvml.nvmlDeviceGetHandleByIndex = lambda index: list(boards)[index]
-    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: look_up(lambda known: known == uuid)
-    nvml.nvmlDeviceGetHandleByPciBusId = lambda bus: look_up(lambda known: boards[known].get("pci") == bus)
+    nvml.nvmlDeviceGetHandleByUUID = look_up
     nvml.nvmlDeviceGetUUID = lambda handle: handle
     nvml.nvmlDeviceGetMigMode = mig_mode
     nvml.nvmlDeviceIsMigDeviceHandle = lambda handle: int(boards[handle].get("slice", False))

@@ -239,6 +239,16 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 @pytest.fixture
+def same_diffusers() -> Iterator[None]:
+    """set_attention_backend changes the default of the process, too."""
+    from tests.support.diffusion import registry
+
+    before = registry._active_backend
+    yield
+    registry._active_backend = before
+
+
+@pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The patterns that models of transformers asked attend() for: they may ignore an attention implementation."""
     integration: Any = importlib.import_module("attn_dispatch.integrations.transformers")
@@ -253,45 +263,3 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(integration, "attend", noted)
     yield found
     integration.register()
-
-
-@pytest.fixture
-def changed_masks() -> Iterator[Callable[[Callable[[Any], Any]], None]]:
-    """Lets a function change what the integration with transformers makes of masks."""
-    from attn_dispatch.integrations import transformers as integration
-
-    def change(function: Callable[[Any], Any]) -> None:
-        masks = integration.transformers.AttentionMaskInterface
-        masks.register(integration.NAME, lambda *args, **more: function(integration.mask(*args, **more)))
-
-    yield change
-    integration.register()
-
-
-@pytest.fixture
-def without_key_masks(changed_masks: Callable[[Callable[[Any], Any]], None]) -> None:
-    """The integration with transformers drops key masks."""
-
-    def change(keys: Any) -> Any:
-        keys.key_mask = None
-        return keys
-
-    changed_masks(change)
-
-
-@pytest.fixture
-def wider_windows(changed_masks: Callable[[Callable[[Any], Any]], None]) -> None:
-    """The integration with transformers makes windows and chunks a token longer."""
-    from attn_dispatch.spec.pattern import Dilated, Window
-
-    def change(keys: Any) -> Any:
-        pattern = keys.pattern
-        if isinstance(pattern, Window) and pattern.left is not None:
-            keys.pattern = Window(pattern.left + 1, pattern.right)
-        if isinstance(pattern, Dilated):
-            keys.pattern = Dilated((pattern.segment_lengths[0] + 1,), (1,), is_causal=True)
-        if keys.documents is not None:  # chunks that start elsewhere in each row
-            keys.documents = torch.cat([keys.documents[:, :1], keys.documents[:, :-1]], 1)
-        return keys
-
-    changed_masks(change)

@@ -1,10 +1,10 @@
-"""Cases of a product that every run takes: enough for every pair of values of two factors."""
+"""Few cases of a product: with every pair of values for all runs, with every three for `--rest`, and no others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import combinations, cycle, product
+from itertools import combinations, product
 from random import Random
 from typing import Any
 
@@ -14,45 +14,43 @@ Row = tuple[Hashable, ...]
 Factors = Mapping[str, Hashable]
 
 
-def wanted(row: Row, factors: Factors) -> set[Hashable]:
-    """Every two factors with their values, and each value of the row."""
-    return {*combinations(factors.items(), 2), *enumerate(row)}
+def wanted(row: Row, factors: Factors, size: int = 2) -> set[Hashable]:
+    """Every `size` factors with their values, and each value of the row."""
+    return {*combinations(factors.items(), size), *enumerate(row)}
 
 
-def pairwise(
-    rows: Sequence[Row], factors: Callable[..., Factors], cost: Callable[..., float] = lambda *row: 0
-) -> list[Row]:
-    """Few of the rows, in their order, with each value, and each pair of factors' values, that some row has.
+def covering(
+    rows: Sequence[Row],
+    factors: Callable[..., Factors],
+    cost: Callable[..., float] = lambda *row: 0,
+    size: int = 2,
+    before: Iterable[Row] = (),
+) -> set[Row]:
+    """Few of the rows that, with those chosen before, have all that is `wanted` of any.
 
-    Greedy: the next one has the most of them that no chosen row has; of several, the cheapest; of these one that is
-    drawn, so that no value is chosen more often because it is listed first. The same rows give the same choice in every
-    process.
+    Greedy: the next one has the most of it that no chosen row has; of several, the cheapest; of these one that is
+    drawn, so that no value is chosen more often because it is listed first. The same rows give the same choice in
+    every process.
 
     Args:
         factors: of a row, from its values.
         cost: of a row, in any unit.
     """
-    missing = [wanted(row, factors(*row)) for row in rows]
-    covered: set[Hashable] = set()
-    chosen = []
-    places = [(cost(*row), place) for row, place in zip(rows, _shuffled(len(rows)))]
-    heap = [(-len(each), place, number) for number, (place, each) in enumerate(zip(places, missing))]
+    missing = [wanted(row, factors(*row), size) for row in rows]
+    covered = set[Hashable]().union(*(wanted(row, factors(*row), size) for row in before))
+    places = Random(0).sample(range(len(rows)), len(rows))
+    heap = [(-len(missing[n]), cost(*row), places[n], n) for n, row in enumerate(rows)]
     heapify(heap)
-    while heap:
-        gain, place, number = heappop(heap)
+    found = set[Row]()
+    while heap and heap[0][0]:
+        gain, price, place, number = heappop(heap)
         missing[number] -= covered
-        if -gain != len(missing[number]):  # others were chosen since it was counted
-            heappush(heap, (-len(missing[number]), place, number))
-        elif gain:
+        if -gain == len(missing[number]):
             covered |= missing[number]
-            chosen.append(number)
-        else:
-            break
-    return [rows[number] for number in sorted(chosen)]
-
-
-def _shuffled(count: int) -> list[int]:
-    return Random(0).sample(range(count), count)
+            found.add(rows[number])
+        else:  # others were chosen since it was counted
+            heappush(heap, (-len(missing[number]), price, place, number))
+    return found
 
 
 def parameters(
@@ -61,15 +59,16 @@ def parameters(
     cost: Callable[..., float] = lambda *row: 0,
     too_slow: Callable[..., bool] = lambda *row: False,
 ) -> list[Any]:
-    """For `pytest.mark.parametrize`: every row; those that `pairwise` leaves out, or that take too long to be chosen
-    from, marked for `--rest` or `--all` alone.
+    """For `pytest.mark.parametrize`: the rows that have every pair of factors, and, marked for `--rest`, those that
+    have every three, or that are too slow for the first.
     """
     every = list(rows)
-    chosen = set(pairwise([row for row in every if not too_slow(*row)], factors, cost))
-    # `--rest` takes every second one: in most of these grids the pairs that every run takes find what there is.
-    marks = cycle((pytest.mark.full, pytest.mark.exhaustive))
+    few = covering([row for row in every if not too_slow(*row)], factors, cost)
+    kept = few | covering(every, factors, cost, 3, few)
     return [
-        pytest.param(*row, id="-".join(map(_name, row)), marks=() if row in chosen else next(marks)) for row in every
+        pytest.param(*row, id="-".join(map(_name, row)), marks=() if row in few else pytest.mark.full)
+        for row in every
+        if row in kept
     ]
 
 
@@ -84,8 +83,8 @@ def crossed(
 
 
 def thinned(names: str | tuple[str, ...], rows: Iterable[Any], step: int, ids: Any = None) -> pytest.MarkDecorator:
-    """Parametrize a test by all of these rows, as `pytest.mark.parametrize` does: every run takes each `step`-th, the
-    others are marked for `--all` alone.
+    """Parametrize a test by all of these rows, as `pytest.mark.parametrize` does: every run takes each `step`-th, and
+    the others are left to `--rest`.
     """
     every = [
         pytest.param(*([row] if isinstance(names, str) else row), marks=pytest.mark.full if number % step else ())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_dispatch import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.pattern import Pattern
+from tests.support.calls import formula
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 36, 4, 2, 16
 PATTERNS: tuple[Pattern, ...] = (
@@ -31,6 +32,7 @@ TERMS = {
     "all": ((1, 1), 2, 5.0),
 }
 Three = tuple[Tensor, Tensor, Tensor]
+expected = formula
 
 
 def tensors(dtype: torch.dtype = torch.float64, q_len: int = LENGTH, k_len: int = LENGTH) -> Three:
@@ -52,38 +54,6 @@ def terms(name: str, dtype: torch.dtype = torch.float64, q_len: int = LENGTH, k_
     if axes:
         found["alibi_slopes"] = torch.rand([BATCH, HEADS][-axes:], generator=generator)
     return found
-
-
-def expected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    *,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    seen: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse by the formula, in the tensors' dtype; `seen` [batch, k_len] hides keys."""
-    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * HEAD_DIM**-0.5
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    if alibi_slopes is not None:
-        at = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
-        distance = (at[:, None] - torch.arange(k.shape[1])).abs()
-        scores = scores - alibi_slopes.to(scores.dtype).view(-1, HEADS, 1, 1) * distance
-    counts = pattern.multiplicity(q.shape[1], k.shape[1], HEADS).to(scores.dtype)
-    counts = counts if seen is None else counts * seen[:, None, None]
-    weights = counts * scores.exp()  # small scores: nothing overflows
-    total = weights.sum(-1, keepdim=True)
-    out = torch.einsum("bhqk,bkhd->bqhd", weights / total.where(total > 0, 1.0), values)
-    return out, total.squeeze(-1).where(total.squeeze(-1) > 0, 1.0).log() - torch.where(total > 0, 0.0, math.inf)[
-        ..., 0
-    ]
 
 
 def agree(found: Any, exact: Any, rtol: float = 1e-9) -> bool:

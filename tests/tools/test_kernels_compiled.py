@@ -25,7 +25,7 @@ MOST_SPILLED = 512  #: bytes of a thread: with unfit blocks it is kilobytes
 
 @compiled
 @pytest.mark.full
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.exhaustive), 90])
+@pytest.mark.parametrize("capability", [90])
 def test_preferred_blocks_as_they_are_compiled(capability: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMPILE.format(capability=capability)]
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}

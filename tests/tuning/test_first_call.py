@@ -100,16 +100,6 @@ def test_a_caller_that_waits_for_seconds_is_told_once(
 
 
 @dataclass
-class Holder(Builder):
-    """A builder with `release`."""
-
-    released: int = 0
-
-    def release(self) -> None:
-        self.released += 1
-
-
-@dataclass
 class Worker(Builder):
     """A builder that declares its work and notes its calls in `tried`."""
 
@@ -183,11 +173,6 @@ def test_not_tried_past_the_budget(alone: Alone) -> None:
     left, hint = rest.split(" s of the budget left: ")
     assert left == "1"
     assert hint == "`attn-dispatch profile --full` measures it"
-
-
-def test_a_spent_budget_is_reported_as_zero(alone: Alone) -> None:
-    alone(Builder("slow", sleep_s=0.05), Builder(first_s=15))
-    assert ", with 0 s of the budget left" in row(measured(0.01)).reason
 
 
 def test_the_least_work_is_tried_first(alone: Alone) -> None:
@@ -301,15 +286,6 @@ def test_only_tables_of_slower_candidates_are_cleared(alone: Alone) -> None:
     assert (dropped(winner), dropped(loser)) == ([], [PROBLEM])
 
 
-def test_forget_is_preferred_to_release(alone: Alone) -> None:
-    """`release` would clear tables of other problems too."""
-    holder = Holder()
-    alone(Builder("manual"), holder)
-    decision = measured(None)
-    assert holder.released == 0
-    assert dropped(holder) == ([] if decision.choice == "builder" else [PROBLEM])
-
-
 def test_peak_memory_excludes_compilation(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU peak memory is that of the process, so that of the second call counts, which short calls have too."""
     peaks = iter([999, 1000, 777_777, 2000])
@@ -394,12 +370,6 @@ def test_the_verdict(first_ms: float | None, reason: str, verdict: str) -> None:
 def test_one_sample_is_no_interval(rounds: int | None, interval: str) -> None:
     report = slower("", rounds=rounds)
     assert explained(report)[3] == interval
-
-
-def test_no_first_call_shown_without_a_median() -> None:
-    assert (
-        explained(Row(backend="b", order="natural", status="failed", reason="why", first_ms=5.0))[-1] == "failed: why"
-    )
 
 
 def slower(reason: str, **more: Any) -> Row:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import signal
 import subprocess
@@ -83,39 +82,6 @@ def test_no_object_is_referenced_after_a_success() -> None:
     assert [each() for each in held] == [None, None]
 
 
-def test_the_callers_context_is_not_referenced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "IDLE_S", PATIENT_S)
-    held: list[weakref.ref[Big]] = []
-
-    def caller() -> None:
-        variable: contextvars.ContextVar[Big] = contextvars.ContextVar("variable")
-        variable.set(Big())
-        held.append(weakref.ref(variable.get()))
-        run_guarded(lambda: None, PATIENT_S)
-
-    contextvars.copy_context().run(caller)
-    end_s = time.monotonic() + 5.0
-    while held[0]() is not None and time.monotonic() < end_s:
-        time.sleep(0.001)  # the thread drops its reference just after it sets `done`
-    assert held[0]() is None
-
-
-def test_an_exception_is_referenced_by_the_caller_only() -> None:
-    def call() -> None:
-        raise Failure
-
-    class Failure(Exception):
-        pass
-
-    seen = None
-    try:
-        run_guarded(call, PATIENT_S)
-    except Failure as error:
-        seen = weakref.ref(error)
-    assert seen is not None
-    assert seen() is None
-
-
 def test_a_thread_is_reused_and_can_be_ended() -> None:
     first, second = (run_guarded(threading.current_thread, PATIENT_S) for _ in range(2))
     assert first is second
@@ -133,15 +99,6 @@ def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.join(PATIENT_S)
     assert not thread.is_alive()
     assert run_guarded(lambda: 1, PATIENT_S) == 1
-
-
-def test_nested_guarded_calls() -> None:
-    def within(depth: int) -> list[int]:
-        here = threading.get_ident()
-        return [here] if depth == 0 else [here, *run_guarded(lambda: within(depth - 1), PATIENT_S)]
-
-    threads = run_guarded(lambda: within(3), PATIENT_S)
-    assert len(set(threads)) == 4
 
 
 def test_guarded_calls_of_many_threads() -> None:
@@ -239,19 +196,6 @@ except guard.TimedOut as error:
     assert run(code) == (0, "did not return within 0.05 s 7\n", "")
 
 
-def test_a_call_that_times_out_before_it_begins() -> None:
-    called: list[int] = []
-    worker = guard._Worker()
-    worker.stopping = True  # as `stop` leaves it
-    job = guard._Job(lambda: called.append(1))
-    worker.jobs.put(job)
-    worker.stop()
-    assert job.done.wait(PATIENT_S)
-    worker.thread.join(PATIENT_S)
-    assert not worker.thread.is_alive()
-    assert called == []
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
 def test_what_would_end_the_program_becomes_an_error(kind: type[BaseException]) -> None:
     """In the guarded thread it is not the user's Ctrl-C."""
@@ -276,7 +220,7 @@ def test_ctrl_c_is_raised_at_once() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("late_s", [0.0, 0.0005, 0.001, 0.002])
+@pytest.mark.parametrize("late_s", [0.0, 0.001])
 def test_a_call_that_returns_at_its_time_out(late_s: float, capfd: pytest.CaptureFixture[str]) -> None:
     """The exception that is to end the call must not reach its thread's next call."""
 
@@ -309,6 +253,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert (code_, out) == (0, "7\n")
 
 
+@pytest.mark.full
 def test_a_call_that_is_ended_while_it_starts_a_thread() -> None:
     """That thread must not get the exception for its parent, which would wait for it for ever, and hold locks."""
     code = """
@@ -325,16 +270,6 @@ for _ in range(100):
     except TimedOut:
         pass
 print(in_new_thread(lambda: 7))
-"""
-    assert run(code)[:2] == (0, "7\n")
-
-
-def test_guarded_calls_while_the_interpreter_ends() -> None:
-    code = """
-import atexit
-from attn_dispatch.tuning.guard import run_guarded
-run_guarded(int, 60)
-atexit.register(lambda: print(run_guarded(lambda: 7, 60)))
 """
     assert run(code)[:2] == (0, "7\n")
 
@@ -384,6 +319,7 @@ print("done")
 """
 
 
+@pytest.mark.full
 def test_profiled_code_continues_after_a_time_out() -> None:
     """A request to check for an exception that no thread takes makes a traced interpreter check for ever."""
     done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=60, check=False)

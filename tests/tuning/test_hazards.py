@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import formula, registry
-from attn_dispatch.kernels.contract import Refusal, Result
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
@@ -176,12 +176,6 @@ def test_hugely_negative_rows(more: dict[str, Any], dtype: torch.dtype) -> None:
             backend = registry.load(name)
             assert case.refused_by(backend) or case.check(case.run(backend)).failures == (), name
         assert f"{case.name}: out has NaN" in case.check(case.run(Planted(changed(run)))).failures
-
-
-def test_refusals() -> None:
-    case = hard_cases(asked("dense"))[0]
-    assert case.refused_by(Planted(manual.run, reasons=[Refusal("length", "no")]))
-    assert not case.refused_by(Planted(manual.run))
 
 
 # --- tolerances -------------------------------------------------------------------------------------------------------

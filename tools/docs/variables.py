@@ -24,8 +24,7 @@ OTHERS = {
 MEANING = {
     "ATTN_DISPATCH_MODE": "what happens to a problem without a stored decision, see above",
     "ATTN_DISPATCH_BUDGET_MS": "milliseconds after which no further candidate of one new problem is started; the first "
-    "candidate always runs, and unless this is 0 a second one of less than twice its declared work; the trial of a "
-    "first call may end sooner; `profile` ignores it and uses `--budget`",
+    "always runs, and unless this is 0 a second one of about its work; `profile` uses `--budget` instead",
     "ATTN_DISPATCH_TRIAL_SECONDS": "seconds of any minute that calls of `attend` may spend on trials; `profile` is not "
     "limited by it",
     "ATTN_DISPATCH_OVERHEAD": "in mode `online`, share of the time of calls on trial that trials beside them may take",

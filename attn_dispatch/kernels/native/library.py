@@ -24,6 +24,7 @@ from attn_dispatch.kernels.native.variants import SOURCE, VARIANTS, build, diges
 from attn_dispatch.log import logger
 from attn_dispatch.machine import code_folder
 from attn_dispatch.machine.compiler import Compiler, compiler
+from attn_dispatch.machine.hardware import cpuinfo
 from attn_dispatch.settings import mode
 
 OPTIONS = ("-march=native",)
@@ -68,21 +69,12 @@ class Args(ctypes.Structure):
 
 def _processor() -> str:
     """Text with everything that -march=native may depend on."""
-    return "\n".join(_cpu_lines()) or platform.machine()
-
-
-def _cpu_lines() -> list[str]:
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        return [line for line in lines if line.split(":")[0].strip() in CPU_FIELDS]
-    return []
+    return "\n".join(f"{name}: {text}" for name, text in cpuinfo().items() if name in CPU_FIELDS) or platform.machine()
 
 
 def cpu_flags() -> frozenset[str]:
     """The processor's flags in /proc/cpuinfo, which the system supports too; empty where it is not an x86 processor."""
-    return frozenset(
-        word for line in _cpu_lines() if line.startswith("flags") for word in line.partition(":")[2].split()
-    )
+    return frozenset(cpuinfo().get("flags", "").split())
 
 
 class Prebuilt(NamedTuple):
