@@ -53,7 +53,7 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: lines for anything else takes others away.
 LINES = {
     "api": 690,
-    "backends": 2550,
+    "backends": 2350,
     "base": 305,
     "calls": 1080,
     "cli": 3640,
@@ -61,7 +61,7 @@ LINES = {
     "decisions": 2930,
     "entry": 130,
     "integrations": 1420,
-    "kernels": 10400,
+    "kernels": 9930,
     "learning": 1000,
     "machine": 1260,
     "nn": 1670,
@@ -69,7 +69,7 @@ LINES = {
     "ring": 4590,
     "spec": 2380,
     "store": 1890,
-    "testing": 1000,
+    "testing": 950,
     "tuning": 4570,
 }
 BESIDE = {"tests": 44300, "tools": 6550}  #: the same for the folders beside the package
