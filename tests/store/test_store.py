@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import count
@@ -126,7 +127,7 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
 
 # --- many processes ---------------------------------------------------------------------------------------------------
 
-WRITES = 25
+WRITES = 10
 WRITER = """
 import sys
 from pathlib import Path
@@ -166,6 +167,7 @@ def titles_seen(folder: Path, writers: list[subprocess.Popen[bytes]]) -> Iterato
         if found is not None:
             there = True
             yield found.title
+        time.sleep(0.002)  # the writers need the processor
 
 
 def test_eight_writers_lose_nothing(folder: Path, warnings: Callable[[], list[str]]) -> None:
