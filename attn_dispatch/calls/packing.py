@@ -197,7 +197,8 @@ def _usual(problem: Problem, rows: list[list[Run]]) -> Problem:
 
 def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
     """Whether a backend that can take all documents at once takes these."""
-    return order in (None, NATURAL) and unmeasured.can_run(problem, (name, NATURAL))
+    takes = registry.load(name).run_documents is not None and order in (None, NATURAL)
+    return takes and unmeasured.can_run(problem, (name, NATURAL))
 
 
 _calls_at_once: dict[Any, ResolvedCall] = {}
