@@ -57,22 +57,22 @@ LINES = {
     "base": 305,
     "calls": 1080,
     "cli": 3640,
-    "compat": 550,
-    "decisions": 2930,
+    "compat": 530,
+    "decisions": 2820,
     "entry": 130,
     "integrations": 1420,
     "kernels": 9930,
-    "learning": 1000,
-    "machine": 1260,
+    "learning": 980,
+    "machine": 1180,
     "nn": 1670,
     "profiles": 10,
-    "ring": 4590,
+    "ring": 4570,
     "spec": 2380,
-    "store": 1890,
+    "store": 1750,
     "testing": 950,
-    "tuning": 4570,
+    "tuning": 4340,
 }
-BESIDE = {"tests": 44300, "tools": 6550}  #: the same for the folders beside the package
+BESIDE = {"tests": 41850, "tools": 6540}  #: the same for the folders beside the package
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
