@@ -86,15 +86,15 @@ class Backend:
     score_terms: Collection[str] = ()
     all_orders: tuple[str, ...] = ()
     shares_builds: bool = False
-    flops: Callable[[Problem], float] | None = None
-    first_call_ms: Callable[[Problem], float] | None = None
-    prepare: Callable[[], object] | None = None
-    forget: Callable[[Problem], object] | None = None
-    traceable: Callable[[Problem], bool] | None = None
+    flops: Callable[..., float] | None = None
+    first_call_ms: Callable[..., float] | None = None
+    prepare: Callable[..., object] | None = None
+    forget: Callable[..., object] | None = None
+    traceable: Callable[..., bool] | None = None
     partial: Callable[..., Passes] | None = None
     run_documents: Callable[..., Result] | None = None
     specialized: Callable[..., Callable[..., Result] | None] | None = None
-    configuration: Callable[[Problem], str] | None = None
+    configuration: Callable[..., str] | None = None
 
     def version(self) -> str:
         """Everything that its speed and results depend on; a new version is measured anew."""
