@@ -180,7 +180,10 @@ def decided(settings: dict[str, str], change: Callable[[], object]) -> dict[str,
     mesh = ring_ranks.group()
     attend(*part(mesh), mesh=mesh)
     ring_ranks.forget()
-    return explain(*part(mesh), mesh=mesh).to_dict()
+    found = explain(*part(mesh), mesh=mesh).to_dict()
+    for row in found["candidates"]:
+        del row["measured"]  # of what is not timed, when it was last written
+    return found
 
 
 def lose_all() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, zeros
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import Call, Problem
 from tests.support.fakes import SILICON
 
 Q = (2, 12, 4, 8)  #: batch, q_len, heads, head_dim
@@ -126,8 +126,11 @@ def test_wrong_tensors(case: tuple[Any, Any, Any, str]) -> None:
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     """Also of calls without rows or tokens."""
     refused(message, x, x, x, **arguments)
+    device = arguments.get("device")
+    call = Call(x, x, x, **{name: value for name, value in arguments.items() if name != "device"})
     for given in (x[:0], x[:, :0]):
-        refused("", given, given, given, may_be_empty=True, **arguments)
+        with pytest.raises(InvalidInput):
+            Problem.of_call(call._replace(q=given, k=given, v=given), device, may_be_empty=True)
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_CROSS.values(), ids=BAD_CROSS)
