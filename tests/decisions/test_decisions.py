@@ -259,7 +259,7 @@ def test_an_invalid_mode(mode: str, set_mode: Callable[[str], None]) -> None:
 def test_a_removed_or_upgraded_plugin_makes_decisions_stale(set_mode: Callable[[str], None]) -> None:
     plugin = Plugin()
     register(plugin)
-    q, k, v = qkv()
+    q, k, v = qkv(512)  # long enough that no load hides the winner
     attend(q, k, v)
     set_mode("predict")
     forget()
