@@ -113,9 +113,9 @@ def test_a_static_cache_compiled(
     """With fullgraph=True: each step after the prompt runs attend()'s operator in each layer."""
     runs, computed = [], graph_runs._computed
 
-    def noted(q: Any, *args: Any, **more: Any) -> Any:
-        runs.append(tuple(q.shape))
-        return computed(q, *args, **more)
+    def noted(call: Any, *args: Any, **more: Any) -> Any:
+        runs.append(tuple(call.q.shape))
+        return computed(call, *args, **more)
 
     monkeypatch.setattr(graph_runs, "_computed", noted)
     model = decoder(name)
