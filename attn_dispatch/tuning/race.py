@@ -104,7 +104,7 @@ class Race:
                 {name: call for name, call in calls.items() if name not in failures},
                 budget_s=remaining_s,
                 disturbed_budget_s=disturbed_s,
-                short_of_rounds=self._warm is None,
+                short_of_rounds=self._warm is None and self.stopwatch is None,
                 max_rounds=self.most_rounds,
                 clock=self.clock,
                 stopwatch=stopwatch,
