@@ -29,6 +29,7 @@ def tensors(batch: int = BATCH) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+@pytest.mark.full
 @crossed(
     lambda pattern, q_len, layout: {"pattern": type(pattern).__name__, "q_len": q_len, "layout": layout},
     pattern=(Dense(), Dense(is_causal=True), Window(3, 0, sinks=2), Dilated((8, 16), (1, 2), is_causal=True)),

@@ -65,6 +65,7 @@ def test_eight_lengths_windows_and_grids_are_two_graphs(patterns: list[tuple[Pat
     assert counter.frame_count <= 2
 
 
+@pytest.mark.full
 def test_patterns_made_inside_the_compiled_function() -> None:
     counter = CompileCounter()
 
@@ -151,6 +152,7 @@ def test_autocast_and_no_grad() -> None:
         assert not aot(attend)(q, k, v).requires_grad
 
 
+@pytest.mark.full
 def test_dropout_and_wrong_arguments() -> None:
     """Dropout runs between graphs; errors name the argument as in a plain call."""
     q, k, v = qkv()

@@ -171,6 +171,7 @@ print(*(row.backend for row in rows if row.status == "quarantined"))
 """
 
 
+@pytest.mark.full
 @thinned("prepare", [True, False], 2, ["prepare", "race"])
 def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
     """Only the backend that ran is quarantined."""
@@ -249,6 +250,7 @@ def test_memory_limits_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the gate is not too strict ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @crossed(
     lambda backend, dtype, head_dim: {"backend": backend},
     backend=("sdpa", "sdpa_mask", "native", "manual"),

@@ -182,6 +182,7 @@ def test_opcheck(pattern: Pattern, masked: bool, kind: torch.dtype) -> None:
     torch.library.opcheck(OP, (*detached, lens, mask, None, None, slopes, bias, *settings, False, masked))
 
 
+@pytest.mark.full
 @thinned("pattern", PATTERNS, 4, ids=str)
 def test_gradcheck(pattern: Pattern) -> None:
     compiled = aot(attend)

@@ -75,6 +75,7 @@ def pairs(backend: str, pattern: Pattern, name: str, dtype: torch.dtype, backwar
     return {"backend": backend, "name": name, "backward": backward}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(ADMITTED, parameters(ROWS, pairs, too_slow=slow))
 def test_the_gate_admits_every_backend_that_accepts(
     backend: str, pattern: Pattern, name: str, dtype: torch.dtype, backward: bool, monkeypatch: pytest.MonkeyPatch
@@ -163,6 +164,7 @@ def test_masks_layouts_and_values_of_another_width(name: str) -> None:
         assert (lse[row, :, length:] == -math.inf).all()
 
 
+@pytest.mark.full
 @thinned(("name", "rows"), product(TERMS, ("rows that differ", "equal rows")), 3)
 def test_documents(name: str, rows: str) -> None:
     q, k, v = tensors()
@@ -209,6 +211,7 @@ def test_what_a_bias_hides_never_matters(backend: str, monkeypatch: pytest.Monke
         assert backend == "manual" or grad[:, 20:].any() == (grad.shape[2] == HEADS)
 
 
+@pytest.mark.full
 @thinned("name", TERMS, 3)
 def test_second_derivatives(name: str) -> None:
     q, k, v = (x[:1, :4, :, :3].detach().requires_grad_() for x in tensors())

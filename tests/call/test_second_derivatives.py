@@ -228,6 +228,7 @@ def test_transforms_are_right_or_refused(name: str, backend: str | None, pattern
         assert close(found, TRANSFORMS[name](lambda x: formula(x, k, v, pattern)[0], q).double())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @thinned("name", ["vmap", "grad", "jvp", "dual", "jacfwd", "hessian vector"], 2)
@@ -338,6 +339,7 @@ def over_ranks(order: str, loss: str) -> str:
     return ""
 
 
+@pytest.mark.full
 @crossed(lambda loss, order: {"order": order}, loss=("out", "linear"), order=(RING, GATHER, ULYSSES))
 def test_over_ranks(ranks: Ranks, order: str, loss: str) -> None:
     for said in ranks.everywhere(over_ranks, order, loss, ranks=2):

@@ -195,6 +195,7 @@ def test_a_block_that_is_too_large_cannot_win(monkeypatch: pytest.MonkeyPatch) -
     assert preferred() == TABLE
 
 
+@pytest.mark.full
 def test_without_a_right_block_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such instruction")

@@ -97,6 +97,7 @@ def test_profile_measures_once_more_what_was_disturbed_for_a_moment(
     assert stored().budget_ms == pytest.approx(60e3, rel=0.01)
 
 
+@pytest.mark.full
 def test_an_interruption_of_the_second_trial_loses_nothing(
     busy: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_an_interruption_of_the_second_trial_loses_nothing(
     assert explain(*qkv()).choice == stored().choice
 
 
+@pytest.mark.full
 def test_the_second_trial_measures_what_the_first_one_did(
     busy: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,7 @@ def test_copied_bytes_need_no_table_of_all_tokens(rates: tuple[int, int], copies
     assert (copied_bytes(problem) > 0) == copies
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter for Triton's kernels")
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

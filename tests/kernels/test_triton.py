@@ -297,6 +297,7 @@ def test_the_interpreter_has_no_bfloat16() -> None:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
 @thinned("with_out", [True, False], 2)

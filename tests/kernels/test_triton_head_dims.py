@@ -52,6 +52,7 @@ def test_parts_of_a_head_dim() -> None:
         assert rest == 0 or SMALLEST_SIDE <= rest == padded(rest) < first
 
 
+@pytest.mark.full
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
 @thinned(("masked", "kind", "head_dim"), product([True, False], KINDS, HEAD_DIMS), 5)

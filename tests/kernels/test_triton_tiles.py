@@ -165,6 +165,7 @@ SMALL = (
 )
 
 
+@pytest.mark.full
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(

@@ -265,6 +265,7 @@ def probed_problem(pattern: Pattern) -> Problem:
     return case.problem(torch.float32, needs_grad=False)
 
 
+@pytest.mark.full
 @interpreted
 @pytest.mark.usefixtures("small_blocks")
 @thinned(

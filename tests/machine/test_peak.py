@@ -103,6 +103,7 @@ thread.join()
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no high-water mark to reset")
 def test_cpu_peak_includes_free_memory_of_a_threads_heap_that_is_used_again() -> None:
     assert float(processes.run(IN_A_THREAD).stdout) == pytest.approx(16, abs=1)

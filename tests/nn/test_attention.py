@@ -192,6 +192,7 @@ def over_ranks() -> Tensor:
     return module(shard(x, "world"), positions=positions)[0].detach()  # type: ignore[no-any-return]
 
 
+@pytest.mark.full
 def test_over_a_mesh(ranks: Ranks) -> None:
     found = torch.cat(ranks.everywhere(over_ranks), 1)
     torch.manual_seed(0)

@@ -137,6 +137,7 @@ def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> 
         assert gate(problem).check(found).failures == (), kind
 
 
+@pytest.mark.full
 @crossed(
     lambda name, size: {"size": size},
     lambda name, size: name not in IN_BLOCKS[1::2],

@@ -130,6 +130,7 @@ def trained_after_inference(pattern: Pattern, order: str | None) -> bool:
     return right(pattern, order)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("pattern", "order"), [*zip(PATTERNS, (RING, GATHER, RING)), (PATTERNS[1], None), (Window(5, 0), ULYSSES)], ids=str
 )

@@ -199,6 +199,7 @@ def test_refusals_that_raise() -> None:
     assert f"fails {len(PROBLEMS)} of {len(PROBLEMS)} problems" in str(raised.value)
 
 
+@pytest.mark.full
 def test_one_rank_of_several() -> None:
     class Alone(Other):
         def refusals(self, problem: Problem) -> list[Refusal]:

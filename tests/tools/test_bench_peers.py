@@ -41,6 +41,7 @@ def shown(found: dict[str, Any]) -> list[object]:
     return list(peers.tables({"rows": list(found.values()), "head_dim": 64, "versions": dict.fromkeys(found, "1")}))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", SMALL)

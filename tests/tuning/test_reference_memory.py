@@ -59,6 +59,7 @@ def fail_from(monkeypatch: pytest.MonkeyPatch, where: object, name: str, first: 
     return calls
 
 
+@pytest.mark.full
 @crossed(lambda place, error: {"error": error}, place=tuple(PLACES), error=tuple(ERRORS))
 def test_a_call_runs_without_memory_for_a_trial(
     place: str, error: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]

@@ -82,6 +82,7 @@ def test_failures_quarantine_nobody_and_are_tried_again(error: BaseException, cl
     assert found.choice == "planted" or not is_tried(backend)  # on a busy machine it may win
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("free", "lies"),
     [((1, 1, 1, 1), True), ((1, 0), False), ((0, 1), False), ((1, 1, 1, 0), False), ((1, 1, 0, 1), False)],
