@@ -29,7 +29,7 @@ def milliseconds(value: float) -> str:
     return f"{value:g} ms" if value >= 1 else f"{value * 1000:g} us"
 
 
-def said(options: Mapping[str, object]) -> list[str]:
+def where_true(options: Mapping[str, object]) -> list[str]:
     """The texts whose values are true."""
     return [text for text, value in options.items() if value]
 

@@ -141,7 +141,7 @@ def rewritten(call: Call) -> Any:
 
 
 def explained(call: Call) -> list[Explanation]:
-    """The explanations of the problems that a call consists of, without what they have in common said twice."""
+    """One explanation for each different problem and choice of the calls that this call consists of."""
     for rewrite in REWRITES:
         found = None if rewrite is as_operator else rewrite(call)
         parts = None if found is None else found.calls if found.explained is None else found.explained()

@@ -48,7 +48,7 @@ def widths(call: Call) -> Rewritten | None:
     if not unequal(call):
         return None
     q, k, v = call.qkv
-    if q.shape[-1] != k.shape[-1]:  # said before the padding changes the numbers
+    if q.shape[-1] != k.shape[-1]:  # checked before the padding changes the numbers
         raise InvalidInput(f"q and k must have one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     width, more = v.shape[-1], k.shape[-1] - v.shape[-1]

@@ -201,8 +201,8 @@ class Search:
 def _told(outcome: Outcome, max_seconds: float) -> dict[str, Any]:
     """The fields of a `Tried`."""
     if outcome.value is not None:
-        told: dict[str, Any] = outcome.value
-        return told
+        value: dict[str, Any] = outcome.value
+        return value
     if outcome.code is None and outcome.begun:
         return {"status": "time", "reason": f"killed: two calls did not end within {max_seconds:g} s each"}
     when = "" if outcome.begun else " before the call"

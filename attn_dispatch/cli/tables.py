@@ -29,7 +29,7 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
     left: Collection[int]
     caption: str = ""
-    nothing: str = ""  #: said where there are no rows
+    nothing: str = ""  #: text where there are no rows
 
     def lines(self) -> list[str]:
         """The table as lines."""

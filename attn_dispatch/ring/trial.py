@@ -31,7 +31,7 @@ from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.hard_cases import fitted
 from attn_dispatch.tuning.oracle import Oracle
 from attn_dispatch.tuning.race import Race
-from attn_dispatch.tuning.rounds import exhausted, said_if_long
+from attn_dispatch.tuning.rounds import exhausted, warned_if_long
 
 NAME = "ring"  #: the backend whose orders are the exchanges
 MOST_ROUNDS, FEWEST_ROUNDS = 9, 3
@@ -135,7 +135,7 @@ class Trial:
 
     def rows(self) -> tuple[dict[str, Row], str | None, float]:
         """A row for each candidate, the chosen one (None if all failed), and the milliseconds of the trial."""
-        start, said = time.perf_counter(), self.sharded.link.rank > 0
+        start, warned = time.perf_counter(), self.sharded.link.rank > 0
         watch = SlowestRank(self.sharded.link, self.sharded.problem.device)
         runners = dict[str, tuple[Candidate, Admitted]]()
         backend = _Exchanges(self.sharded)
@@ -145,7 +145,7 @@ class Trial:
                 runners[candidate.title] = candidate, self._admitted(candidate, watch)
             except FailedOnRanks as error:
                 self._failed(candidate, error)
-            said = said or said_if_long(self.sharded.problem, time.perf_counter() - start)
+            warned = warned or warned_if_long(self.sharded.problem, time.perf_counter() - start)
         race = Race(Request(self.sharded.problem, ""), runners, titled(NAME, self.first), lambda: watch.spent_s)
         race.stopwatch, race.most_rounds = watch, MOST_ROUNDS
         round_s = sum(admitted.call_ms for _, admitted in runners.values()) / 1e3

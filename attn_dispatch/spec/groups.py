@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from attn_dispatch.text import said
+from attn_dispatch.text import where_true
 
 SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: fields of a pattern; others are its class
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
@@ -88,7 +88,7 @@ def title(problem: Mapping[str, Any]) -> str:
     found = describe(problem)
     words = [f"{found['dtype']} d{found['head_dim']}", _pattern_title(found["pattern"])]
     words += ["forward + backward" if found["needs_grad"] else "forward"]
-    words += said(
+    words += where_true(
         {"seq_lens": found["has_seq_lens"], "key_mask": found["has_key_mask"], "dropout": found["dropout"]}
         | dict.fromkeys(found.get("score_terms", ()), True)
         | {f"ranks {found['ranks']}": found["ranks"] > 1, found["device"]: found["device"] != "cpu"}
@@ -109,6 +109,6 @@ def _pattern_title(pattern: Mapping[str, Any]) -> str:
     causal = pattern.get("is_causal", not pattern.get("ahead", True))
     axes = causal if isinstance(causal, list | tuple) else [causal]
     which = "" if all(axes) else "=" + ",".join(str(int(axis)) for axis in axes)
-    words += said({f"causal{which}": any(axes), "sinks": "with_sinks" in pattern})
+    words += where_true({f"causal{which}": any(axes), "sinks": "with_sinks" in pattern})
     words += [f"{name}={pattern[name]}" for name, usual in USUAL.items() if pattern.get(name, usual) != usual]
     return f"{pattern['kind']}({' '.join(words)})"

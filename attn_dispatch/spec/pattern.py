@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import ascending, boolean, choice, integer, integers, neighborhood
 from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_reach
-from attn_dispatch.text import said
+from attn_dispatch.text import where_true
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -337,7 +337,7 @@ class Dilated(Pattern):
         share = f"heads from {self.first_head} of {self.all_heads}"
         options = {"causal": self.is_causal, "offsets=block": self.offsets == "block"}
         options |= {"heads=split": self.heads == "split", share: bool(self.first_head or self.all_heads)}
-        return f"Dilated({', '.join([str(self.segment_lengths), str(self.dilation_rates), *said(options)])})"
+        return f"Dilated({', '.join([str(self.segment_lengths), str(self.dilation_rates), *where_true(options)])})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +423,7 @@ class Neighborhood(Pattern):
     def __str__(self) -> str:
         options = {f"dilation={self.dilation}": max(self.dilation) > 1, f"causal={self.is_causal}": any(self.is_causal)}
         options |= {"edges=shift": self.edges == "shift", f"stride={self.stride}": max(self.stride) > 1}
-        return f"Neighborhood({', '.join([f'grid={self.grid}', f'window={self.window}', *said(options)])})"
+        return f"Neighborhood({', '.join([f'grid={self.grid}', f'window={self.window}', *where_true(options)])})"
 
 
 def _check_not_longer(pattern: Pattern, q_len: int, k_len: int) -> None:

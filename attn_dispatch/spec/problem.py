@@ -36,7 +36,7 @@ from attn_dispatch.spec.tensors import (
     stride_class,
 )
 from attn_dispatch.spec.torch_settings import current_flash, deterministic, matmul_precision
-from attn_dispatch.text import said
+from attn_dispatch.text import where_true
 
 LARGEST_SOFTCAP = 1e30  #: scores are float32 in most kernels
 PRECISIONS = ("highest", "high", "medium")
@@ -318,7 +318,7 @@ class Problem:
         options |= dict.fromkeys(self.score_terms, True)
         options |= {f"matmul {self.matmul_precision}": self.matmul_precision != "highest"}
         options |= {f"PyTorch's flash kernel {self.flash_kernel}": self.flash_kernel != ""}
-        return "   ".join([*parts, *said(options)])
+        return "   ".join([*parts, *where_true(options)])
 
 
 def choose_pattern(call: Call) -> Pattern:

@@ -85,7 +85,7 @@ def exhausted(steps: Steps[T], between: Callable[[], object] = lambda: None) -> 
         between()
 
 
-def said_if_long(what: object, seconds: float) -> bool:
+def warned_if_long(what: object, seconds: float) -> bool:
     """Whether a trial takes long enough to say what keeps a caller, and how to avoid it; then it is logged."""
     if seconds <= SAID_AFTER_S:
         return False

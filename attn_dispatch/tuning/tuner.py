@@ -33,7 +33,7 @@ from attn_dispatch.tuning.example import Example, example_bytes, make, synchroni
 from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference
 from attn_dispatch.tuning.race import ChangedResult, Race
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, said_if_long
+from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, warned_if_long
 
 
 class Limits(NamedTuple):
@@ -135,7 +135,7 @@ class Trial:
     chosen: Candidate | None = None
     gate: Gate | None = None  #: while its example is needed
     emptied: bool = False
-    said: bool = False  #: that it takes long
+    warned: bool = False  #: that it takes long
 
     def __post_init__(self) -> None:
         self.start = self.clock()
@@ -171,7 +171,7 @@ class Trial:
 
     def say_if_long(self) -> None:
         """Say once, where a caller waits, that the trial goes on for seconds."""
-        self.said = self.said or (self.waiting and said_if_long(self.problem, self.clock() - self.start))
+        self.warned = self.warned or (self.waiting and warned_if_long(self.problem, self.clock() - self.start))
 
     def pause(self, most_bytes: float) -> int:
         """Give back what other code must not find; bytes of the tensors that stay, `most_bytes` at most."""

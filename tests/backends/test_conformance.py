@@ -246,6 +246,7 @@ def test_gradient_through_lse_of_manual_is_the_numerical_one() -> None:
     assert torch.autograd.gradcheck(both, (example.q, example.k, example.v))
 
 
+@pytest.mark.full
 @pytest.mark.hypothesis
 @pytest.mark.usefixtures("uncompiled_flex")
 def test_random_problems(request: pytest.FixtureRequest) -> None:

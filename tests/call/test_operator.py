@@ -158,6 +158,7 @@ def test_grids_of_programs_without_strides_are_read() -> None:
     assert encoding.decoded_pattern("neighborhood shift False,True", (4, 6, 3, 2, 1, 2)) == pattern
 
 
+@pytest.mark.full
 @crossed(
     lambda pattern, masked, kind: {"masked": masked, "kind": kind},
     too_slow=lambda pattern, *_: pattern not in PATTERNS[::4],

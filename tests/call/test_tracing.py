@@ -129,6 +129,7 @@ def test_the_default_device_is_not_that_of_cached_masks(name: str, set_mode: Cal
     assert close(attend(q, k, v, pattern, backend="manual"), expected)
 
 
+@pytest.mark.full
 @crossed(lambda pattern, tracer: {"tracer": tracer}, pattern=PATTERNS, tracer=tuple(TRACERS))
 def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
     """Also through lse; traced with and without gradients."""

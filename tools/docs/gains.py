@@ -43,10 +43,12 @@ def gains() -> str:
         if name == "dense"
     ]
     rows.append(("a whole dense model in training", "`native`", _range(training), "-", "not measured"))
+    processors = ", ".join(sorted({each["provenance"]["name"] for each in shipped}))
     note = (
         f"Medians, least and most, of {len(shipped)} problems in `profiles/` and of `tools/results/`, float32 and "
         "bfloat16, forward and backward. SDPA runs dilated patterns branch by branch, merged by lse; for windows "
-        "and neighbourhoods it needs a mask. One H100 was measured, for minutes; no other GPU. "
+        f"and neighbourhoods it needs a mask. CPUs: {processors}, with one thread and two: another one may gain less, or "
+        "more. One H100 was measured, for minutes; no other GPU. "
         "[All results](docs/results/README.md), each with its command."
     )
     return f"{markdown(head, rows)}\n\n{note}"

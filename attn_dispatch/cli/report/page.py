@@ -44,13 +44,13 @@ LICENCE = (
 
 
 class Drawn(NamedTuple):
-    """What plots show at a time: points and marks as `plots.compiled` has them, and what is told beside them."""
+    """What plots show at a time: points and marks as `plots.compiled` has them, and the notes beside them."""
 
     silicon: str
     title: str
     points: list[dict[str, Any]]
     marks: list[dict[str, Any]]
-    told: Html
+    notes: Html
 
 
 def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, version: str) -> tuple[str, list[str]]:
@@ -222,7 +222,7 @@ def _learned(found: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> list[Ht
 
 
 def _plot(name: str, label: str, drawn: Sequence[Drawn]) -> list[Html]:
-    """A list to choose from, by silicon, a place for the plots, and what is told of each; nothing for none."""
+    """A list to choose from, by silicon, a place for the plots, and the notes of each; nothing for none."""
     options: dict[str, list[Html]] = {}
     for at, each in enumerate(drawn):
         options.setdefault(each.silicon, []).append(element("option", each.title, value=at))
@@ -231,7 +231,7 @@ def _plot(name: str, label: str, drawn: Sequence[Drawn]) -> list[Html]:
         [
             element("label", f"{label} ({len(drawn)})", element("select", *groups, id=name), class_="chooser"),
             element("div", id=f"plot-{name}", class_="plot", aria_hidden="true"),
-            *(element("div", each.told, data_of=name, hidden=at > 0) for at, each in enumerate(drawn)),
+            *(element("div", each.notes, data_of=name, hidden=at > 0) for at, each in enumerate(drawn)),
         ]
         if drawn
         else []
@@ -258,8 +258,8 @@ def _series(series: Series) -> Drawn:
     """Times, gains and memory against length, and where the fastest candidate changes."""
     lengths = [each.tokens for each in series.crossings if each.tokens is not None]
     marks = [{"tokens": tokens, "text": f"~{float(f'{tokens:.2g}'):,.0f}"} for tokens in lengths]
-    told = join([*(element("p", note) for note in series.notes), table(series.numbers)])
-    return Drawn(series.silicon, series.title, list(map(_point, series.points)), marks, told)
+    notes = join([*(element("p", note) for note in series.notes), table(series.numbers)])
+    return Drawn(series.silicon, series.title, list(map(_point, series.points)), marks, notes)
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -298,8 +298,8 @@ def _order(series: SpeedupSeries, threshold: Threshold | None) -> Drawn:
         for each in sorted(series.speedups)
     ]
     numbers = Table(("tokens", "gain", "key"), rows, {0, 2}, "Its evidence")
-    told = join([element("p", f"Pays: {pays}."), table(numbers)])
-    return Drawn(series.silicon, f"{order}: {pattern}, {dtype}, head_dim {head_dim}, {direction}", points, marks, told)
+    notes = join([element("p", f"Pays: {pays}."), table(numbers)])
+    return Drawn(series.silicon, f"{order}: {pattern}, {dtype}, head_dim {head_dim}, {direction}", points, marks, notes)
 
 
 def _bounds(field: str, bounds: tuple[float, float, float]) -> dict[str, float]:

@@ -266,8 +266,8 @@ def _compile(folder: Path, source: Path = SOURCE) -> Path:
         build(cxx.command, OPTIONS, library, source)
     except (subprocess.CalledProcessError, OSError) as error:
         lines = str(getattr(error, "stderr", error)).splitlines() or [str(error)]
-        told = [line for line in lines if "error" in line] or lines[-1:]
-        _failed[cxx] = f"{cxx.command[0]} failed: {' '.join(told)[:500]}"
+        errors = [line for line in lines if "error" in line] or lines[-1:]
+        _failed[cxx] = f"{cxx.command[0]} failed: {' '.join(errors)[:500]}"
         raise BackendFailed(f"native: {_failed[cxx]}") from error
     library.chmod(0o755)
     return library
