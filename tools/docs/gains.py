@@ -47,8 +47,8 @@ def gains() -> str:
     note = (
         f"Medians, least and most, of {len(shipped)} problems in `profiles/` and of `tools/results/`, float32 and "
         "bfloat16, forward and backward. SDPA runs dilated patterns branch by branch, merged by lse; for windows "
-        f"and neighbourhoods it needs a mask. CPUs: {processors}, with one thread and two: another one may gain less, or "
-        "more. One H100 was measured, for minutes; no other GPU. "
+        f"and neighbourhoods it needs a mask. CPUs: {processors}, with one thread and two: "
+        "another one may gain less, or more. One H100 was measured, for minutes; no other GPU. "
         "[All results](docs/results/README.md), each with its command."
     )
     return f"{markdown(head, rows)}\n\n{note}"
