@@ -9,7 +9,7 @@ busy, and once for all heads that share them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,17 +25,14 @@ from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangen
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
 from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.triton import blocks as triton_blocks
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import (
     SMALLEST_SIDE,
     BlockConfig,
-    Kernel,
     clipped,
     next_power_of_two,
     parts_of,
     precision,
-    use_of,
 )
 from attn_dispatch.kernels.triton.key_parts import FEW_LANES, KeyParts, key_parts
 from attn_dispatch.kernels.triton.launch_order import (
@@ -82,7 +79,6 @@ LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch version
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
 INTERPRETED = BlockConfig(64, 64, 4, 1)
-INTERPRETED_RACED = (INTERPRETED, BlockConfig(32, 64, 4, 1), BlockConfig(64, 32, 4, 1))
 INTERPRETED_CACHE = L2Cache(2**14, 1)  #: so small that cache limits matter in small problems
 
 
@@ -135,33 +131,20 @@ def orders(problem: Problem) -> tuple[str, ...]:
 
 
 def configuration(problem: Problem) -> str:
-    """The blocks of the problem's kernels, and where each is from."""
-    found = []
-    for each in kernels_for(problem):
-        source = "from the table" if _winner(each, problem) is None else "measured here"
-        found.append(f"{each.kernel} {block_configs(each, problem)[0]} ({source})")
-    return "; ".join(found)
+    """The blocks of the problem's kernels."""
+    return "; ".join(f"{each.kernel} {block_configs(each, problem)[0]}" for each in kernels_for(problem))
 
 
 def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: Problem,
-    *,
-    order: str = NATURAL,
-    blocks: Mapping[Kernel, BlockConfig] | None = None,
-    **tensors: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As every backend's; `blocks` are those of a race, which may need more than the GPU has."""
     if order not in all_orders:
         raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
     refuse_tangents(name, q, k, v)
     seq_lens, key_mask = masks_of(tensors)
-    call = Hidden.of(problem).around(_TritonPasses(problem, order, seq_lens, key_mask, blocks))
+    call = Hidden.of(problem).around(_TritonPasses(problem, order, seq_lens, key_mask))
     found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
-    if blocks is None:
-        compiled.note(name, problem, _blocks(problem))
+    compiled.note(name, problem, _blocks(problem))
     return found
 
 
@@ -180,19 +163,8 @@ def forget(problem: Problem) -> None:
 @lru_cache(maxsize=4096)
 def block_configs(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
     """The blocks that fit into shared memory, in order of preference, clipped to the largest row group."""
-    return _clipped(each, problem, _fitting(each, problem))
-
-
-def raced_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
-    """The blocks that a race compares and that should fit into shared memory, the preferred one first."""
-    if problem.device.type == "cpu":
-        return INTERPRETED_RACED
-    return support.fitting(each, problem, triton_blocks.raced_blocks(each.kernel, problem))
-
-
-def _clipped(each: TritonKernel, problem: Problem, listed: Iterable[BlockConfig]) -> tuple[BlockConfig, ...]:
     most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side)))
-    return tuple(dict.fromkeys(clipped(block, most) for block in listed))
+    return tuple(dict.fromkeys(clipped(block, most) for block in _fitting(each, problem)))
 
 
 @lru_cache(maxsize=4096)
@@ -202,15 +174,7 @@ def _blocks(problem: Problem) -> str:
 
 
 def _fitting(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
-    listed = (INTERPRETED,) if problem.device.type == "cpu" else fitting_blocks(each, problem)
-    winner = _winner(each, problem)
-    return listed if winner is None else tuple(dict.fromkeys((winner, *listed)))
-
-
-def _winner(each: TritonKernel, problem: Problem) -> BlockConfig | None:
-    """The block that won this machine's race, if it is one of those that may be raced."""
-    found = triton_blocks.winner_of(use_of(each.kernel, problem), problem.device)
-    return found if found in raced_blocks(each, problem) else None
+    return (INTERPRETED,) if problem.device.type == "cpu" else fitting_blocks(each, problem)
 
 
 process_state.register(process_state.READ, block_configs.cache_clear, _blocks.cache_clear)
@@ -224,7 +188,6 @@ class _TritonPasses:
     order: str
     seq_lens: Tensor | None
     key_mask: Tensor | None
-    blocks: Mapping[Kernel, BlockConfig] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
@@ -317,9 +280,7 @@ def _launch(
     def start(block: BlockConfig) -> None:
         _launch_block(each, block, call, tensors, strided, constants)
 
-    raced = None if call.blocks is None else call.blocks.get(each.kernel)
-    found = block_configs(each, call.problem) if raced is None else _clipped(each, call.problem, (raced,))
-    launch(each, found, call.problem, start)
+    launch(each, block_configs(each, call.problem), call.problem, start)
 
 
 def _launch_block(

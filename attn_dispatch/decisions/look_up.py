@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, lacks_space, measure, passes_hard_cases
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.triton import blocks as triton_blocks
 from attn_dispatch.log import logger, say_once
 from attn_dispatch.machine import load
 from attn_dispatch.settings import cache_folder, measures, trial_seconds
@@ -40,8 +38,6 @@ FIRST_RETRY, LAST_RETRY = timedelta(hours=1), timedelta(days=1)  #: after which 
 MOST_ATTEMPTS = 6  #: trials of a problem after which a provisional choice is accepted
 FIRST_PAUSE = timedelta(minutes=10)  #: after a second provisional trial; each further pause is four times as long
 PAUSE_FACTOR = 4
-
-triton_blocks.find_winners_by(kept_blocks.winner_of)
 
 
 class StoredDecision(NamedTuple):

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from attn_dispatch import cli
 from attn_dispatch.cli import urls
-from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.kernels.native import library
 from attn_dispatch.machine.compiler import Compiler
 from attn_dispatch.machine.hardware import silicon
@@ -251,8 +250,6 @@ def test_a_whole_cache_folder(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     (cache_folder() / "native").mkdir()
     (cache_folder() / "native" / "built.json").write_text("{}")
     source = cache_folder()
-    kept_blocks.keep(SILICON, "3.5", {"forward bfloat16 128": kept_blocks.Winner(64, 64, 4, 2, 1.2, "2025")})
-    assert list((source / "blocks").glob("*.json"))
     note_passed(source, SILICON, "0" * 20)
     use_cache_folder(monkeypatch, tmp_path / "there")
     code, out = run("import", tmp_path / "single.json", source, "--json")

@@ -16,7 +16,7 @@ import pytest
 
 from attn_dispatch.machine.hardware import silicon
 from tools.checks import gpu_check
-from tools.checks.gpu import blocks, conformance, decisions, device, graphs, races, smoke, workers
+from tools.checks.gpu import blocks, conformance, decisions, device, graphs, smoke, workers
 from tools.checks.gpu.machine import Dry
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
 
@@ -165,7 +165,7 @@ def test_smoke_has_a_process_for_each_backend_and_dtype() -> None:
 
 
 def test_steps_name_their_items_apart() -> None:
-    for step in (device, blocks, races, graphs, decisions):
+    for step in (device, blocks, graphs, decisions):
         phases = [step.phase(0, [], setup) for setup in (DRY, WHOLE)]
         for found in phases:
             assert found is not None

@@ -29,7 +29,6 @@ from unittest.mock import patch
 import torch
 
 from attn_dispatch.backends import triton as backend
-from attn_dispatch.kernels.triton import blocks as triton_blocks
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import BlockConfig, precision
 from attn_dispatch.kernels.triton.support import TritonKernel, shared_bytes
@@ -118,7 +117,6 @@ def gpu(capability: int) -> Iterator[None]:
     with (
         patch("torch.cuda.get_device_capability", lambda device=None: divmod(capability, 10)),
         patch("torch.cuda.get_device_properties", lambda device=None: properties),
-        patch.object(triton_blocks, "winner_of", lambda *_: None),  # of a race on this machine
     ):
         backend.block_configs.cache_clear()
         yield

@@ -9,7 +9,6 @@ tools/checks/gpu:
     device       hardware, versions, clocks; rates of copying and of matrix products
     smoke        each backend and dtype against float64, in a process of its own
     blocks       every block size of Triton's kernels
-    races        the race of block sizes that `profile --blocks` runs
     graphs       attend() in CUDA graphs; times on the host
     decisions    trials, and a profile <silicon>.json that can be shipped
     conformance  the tests marked `cuda`
@@ -43,7 +42,7 @@ TAKES = "9 min"  #: unless --minutes says otherwise
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results" / "gpu"
 #: The steps in their order, and the seconds of each in a run of nine minutes; unused ones go to later steps.
-STEPS = {"device": 20, "smoke": 85, "blocks": 160, "races": 45, "graphs": 55, "decisions": 110, "conformance": 65}
+STEPS = {"device": 20, "smoke": 85, "blocks": 160, "graphs": 55, "decisions": 110, "conformance": 65}
 #: Of every step's summary, and what they are called in the table.
 COUNTS = {"items": "items", "failed": "failed", "left_out": "left out", "took_s": "s"}
 WIDEST = 240  #: characters of a line on the terminal

@@ -8,12 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from attn_dispatch import settings
 from attn_dispatch.cli import regrets, stored, thresholds
 from attn_dispatch.cli.tables import HEAD, KEY_DIGITS, Table, cells, print_json
-from attn_dispatch.decisions import kept_blocks
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store.decision import Decision
@@ -50,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     found = stored.decisions(folder, key=prefix)
     found.sort(key=lambda pair: pair[1].created, reverse=True)
     if args.json:
-        blocks = msgspec.to_builtins(kept_blocks.of_all(folder))
-        print_json({"folder": str(folder), "decisions": [_to_dict(*pair) for pair in found], "blocks": blocks})
+        print_json({"folder": str(folder), "decisions": [_to_dict(*pair) for pair in found]})
     elif prefix and len(found) == 1:
         _print_one(*found[0])
     elif found:
@@ -60,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"no decisions are stored: {NO_HOME}")
     elif not prefix:
         print(f"no decision is stored in {folder} yet; 'attn-dispatch profile --quick' measures some")
-    for line in [] if args.json or prefix else kept_blocks.lines(folder):
-        print(line)
     if prefix and not found:
         print(f"attn-dispatch inspect: no key in {folder} starts with {args.key!r}", file=sys.stderr)
         return 1

@@ -66,8 +66,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     budget = "for all problems together; by default 10 s per problem"
     add("--budget", metavar="SECONDS", type=_seconds, help=budget)
     add("--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote")
-    blocks = "first race Triton's block sizes, some minutes for each dtype and head_dim; --full does so on CUDA"
-    add("--blocks", action="store_true", help=blocks)
     sharded = "under torchrun: shard each problem's sequence over all ranks, in contiguous or zigzag chunks"
     add("--sharded", choices=KINDS, help=sharded)
     add("--force", action="store_true", help="measure again problems that have a decision")
@@ -103,8 +101,6 @@ def run(args: argparse.Namespace) -> int:
 def _check_ranks(args: argparse.Namespace, ranks: int) -> None:
     if args.sharded and ranks == 1:
         raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
-    if args.blocks and ranks > 1:
-        raise InvalidInput("--blocks races on one device: run it once without torchrun; all ranks then use the result")
     if args.share and ranks > 1:
         raise InvalidInput("--share writes the decisions of one process: leave it, or run without torchrun")
 
@@ -122,25 +118,13 @@ def _measured(
         "weights": None if args.record is None else [args.weights[problem] for problem in problems],
     }
     if ranks == 1:
-        changed = _race_blocks(problems, args.force) if args.blocks or args.full else False
-        profile(problems, force=args.force or changed, **how)
+        profile(problems, force=args.force, **how)
         return problems
     if args.sharded:
         problems = [replace(problem, ranks=ranks) for problem in problems]
     with world(problems[0].device.type):
         profile_over(problems, kind=args.sharded or KINDS[0], force=args.force, **how)
     return problems
-
-
-def _race_blocks(problems: list[Problem], force: bool) -> bool:
-    """Race the blocks of the problems on CUDA; whether decisions of the table's blocks are to be measured again."""
-    from attn_dispatch.decisions.block_race import race_blocks
-
-    def report(outcome: object) -> None:
-        print(outcome, file=sys.stderr)
-
-    there = [problem for problem in problems if problem.device.type == "cuda"]
-    return any(outcome.changed for outcome in race_blocks(there, force=force, report=report))
 
 
 def _only_shares(args: argparse.Namespace) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -131,65 +131,6 @@ SINGLE: dict[str, dict[bool, Blocks]] = {
 }
 
 
-#: More blocks that a race on the user's GPU compares with those above: 16-bit dtypes, then float32 for every kernel.
-#: On 8.0 or 9.0, whichever they are for, their main loops in bfloat16 spill nothing, or one register.
-MORE_HALF: dict[bool, dict[Kernel, Blocks]] = {
-    True: {
-        "forward": _listed(
-            {
-                64: [(128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 4, 3)],
-                128: [(128, 128, 8, 2), (64, 64, 4, 2)],
-                256: [(64, 64, 8, 2), (128, 64, 8, 2)],
-            }
-        ),
-        "backward_q": _listed(
-            {
-                64: [(128, 64, 4, 3), (128, 64, 8, 3), (128, 32, 4, 3)],
-                128: [(64, 64, 4, 3), (128, 64, 8, 2)],
-                256: [(64, 64, 8, 2)],
-            }
-        ),
-        "backward_kv": _listed(
-            {
-                64: [(128, 64, 8, 2), (64, 64, 8, 2)],
-                128: [(64, 32, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2)],
-                256: [],  # all others spill
-            }
-        ),
-    },
-    False: {
-        "forward": _listed(
-            {
-                64: [(128, 32, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)],
-                128: [(64, 64, 4, 2), (128, 32, 8, 3), (128, 64, 8, 2)],
-                256: [(64, 64, 8, 2), (32, 64, 4, 2), (128, 32, 8, 2)],
-            }
-        ),
-        "backward_q": _listed(
-            {
-                64: [(64, 64, 4, 2), (64, 32, 4, 3), (128, 64, 8, 2)],
-                128: [(64, 32, 4, 3), (64, 64, 8, 2), (128, 32, 8, 2)],
-                256: [(64, 32, 8, 2), (64, 32, 4, 2)],
-            }
-        ),
-        "backward_kv": _listed(
-            {
-                64: [(64, 64, 4, 2), (64, 64, 8, 2), (128, 64, 8, 2)],
-                128: [(64, 64, 8, 2), (64, 32, 8, 2), (128, 32, 8, 2)],
-                256: [(32, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)],
-            }
-        ),
-    },
-}
-MORE_SINGLE = _listed(
-    {
-        64: [(64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 8, 2)],
-        128: [(64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 8, 2)],
-        256: [(32, 16, 4, 2), (32, 32, 8, 2)],
-    }
-)
-
-
 def precision(problem: Problem) -> str:
     """`input_precision` of float32 products.
 
@@ -206,33 +147,6 @@ def blocks_for(kernel: Kernel, problem: Problem) -> tuple[BlockConfig, ...]:
     wgmma = torch.cuda.get_device_capability(problem.device)[0] in WGMMA
     table = SINGLE[precision(problem)][wgmma] if problem.dtype == torch.float32 else HALF[wgmma][kernel]
     return table[min(limit for limit in table if limit >= problem.head_dim)]
-
-
-def raced_blocks(kernel: Kernel, problem: Problem) -> tuple[BlockConfig, ...]:
-    """The blocks that a race of a kernel compares on the problem's GPU: those of `blocks_for` first, and more."""
-    wgmma = torch.cuda.get_device_capability(problem.device)[0] in WGMMA
-    more = MORE_SINGLE if problem.dtype == torch.float32 else MORE_HALF[wgmma][kernel]
-    listed = more[min(limit for limit in more if limit >= problem.head_dim)]
-    return tuple(dict.fromkeys((*blocks_for(kernel, problem), *listed)))
-
-
-def use_of(kernel: Kernel, problem: Problem) -> str:
-    """What one race decides for: a kernel of `triton`, a dtype (of float32 how it is multiplied) and a head_dim."""
-    dtype, products = str(problem.dtype).removeprefix("torch."), precision(problem)
-    return " ".join([kernel, dtype, *[products] * (problem.dtype == torch.float32), str(problem.head_dim)])
-
-
-_stored: list[Callable[[str, torch.device], BlockConfig | None]] = []
-
-
-def find_winners_by(stored: Callable[[str, torch.device], BlockConfig | None]) -> None:
-    """Have `winner_of` ask this function: this room does not know the store."""
-    _stored[:] = [stored]
-
-
-def winner_of(use: str, device: torch.device) -> BlockConfig | None:
-    """The block that won the race of a use on this machine, None without one."""
-    return _stored[0](use, device) if _stored else None
 
 
 def multiplies_from_registers(problem: Problem) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -139,13 +139,8 @@ def fitting_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, .
         listed = each.single[min(most for most in each.single if most >= problem.head_dim)]
     else:
         listed = blocks_for(each.kernel, problem)
-    return fitting(each, problem, listed) or listed[-1:]
-
-
-def fitting(each: TritonKernel, problem: Problem, blocks: Iterable[BlockConfig]) -> tuple[BlockConfig, ...]:
-    """Those of the blocks that fit into shared memory on CUDA, as estimated."""
     limit = shared_limit(problem.device)
-    return tuple(block for block in blocks if shared_bytes(each, problem, block) <= limit)
+    return tuple(block for block in listed if shared_bytes(each, problem, block) <= limit) or listed[-1:]
 
 
 def shared_bytes(each: TritonKernel, problem: Problem, block: BlockConfig) -> int:
