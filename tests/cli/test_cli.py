@@ -328,7 +328,7 @@ def test_inspect_an_empty_and_a_damaged_folder(tmp_path: Path) -> None:
     damaged.parent.mkdir(parents=True)
     damaged.write_text('{"schema": 1, ')
     done = command(tmp_path, "inspect", "--json")
-    assert plain(done) == {"folder": str(tmp_path), "decisions": [], "blocks": {}}
+    assert plain(done) == {"folder": str(tmp_path), "decisions": []}
     assert f"ignored {damaged}" in done.stderr
 
 
