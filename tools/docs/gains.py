@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
+from attn_dispatch.text import titled
 from tools.docs.results import load
 from tools.lib.common import RESULTS
 from tools.lib.tables import markdown
@@ -24,32 +26,33 @@ DTYPES = ("float32", "bfloat16")  #: PyTorch's float16 kernels for CPUs are slow
 
 def gains() -> str:
     """By what a user has: the fastest, and its gain over PyTorch's SDPA, without and with a mask."""
-    head = ("you have", "fastest on the CPUs", "faster than SDPA", "than SDPA with a dense mask", "on an H100")
+    head = ("you have", "fastest on the CPUs (problems)", "over SDPA", "over SDPA with a dense mask", "on an H100")
     rows: list[tuple[str, ...]] = []
     shipped = list(_shipped())
     for kind, (about, on_gpu) in KINDS.items():
         found = [each for each in shipped if each["problem"]["pattern"]["kind"] == kind]
-        winners = sorted({f"`{each['choice']}`, {each['order']} order" for each in found})
+        winners = Counter(titled(each["choice"], each["order"]) for each in found).most_common()
         over = (_range(_over(each, name) for each in found) for name in ("sdpa", "sdpa_mask"))
-        rows.append((about, "; ".join(winners), *over, _on_gpu(on_gpu)))
-    steps = [one["sdpa"]["median_ms"] / one["native"]["median_ms"] for one in load("decode")["rows"] if "sdpa" in one]
+        rows.append((about, ", ".join(f"`{title}` ({n})" for title, n in winners), *over, _on_gpu(on_gpu)))
+    decoded = [one for one in load("decode")["rows"] if "sdpa" in one and one["dtype"] in DTYPES]
+    steps = [one["sdpa"]["median_ms"] / one["native"]["median_ms"] for one in decoded]
     rows.append(("decoding with a cache of keys", "`native`", _range(steps), "-", "not measured"))
     packed = [one["sdpa_over_packed"]["median"] for one in load("documents")["rows"] if one.get("sdpa_over_packed")]
-    rows.append(("packed documents", "`native`", f"{_range(packed)}, a call for each", "-", "not measured"))
+    rows.append(("packed documents", "`native`", f"called once per document: {_range(packed)}", "-", "not measured"))
     training = [
         one["gain"]["median"]
         for each in load("end_to_end")["training"]
         for name, one in each["models"].items()
         if name == "dense"
     ]
-    rows.append(("a whole dense model in training", "`native`", _range(training), "-", "not measured"))
+    rows.append(("a whole dense model of 4 layers in training", "`native`", _range(training), "-", "not measured"))
     processors = ", ".join(sorted({each["provenance"]["name"] for each in shipped}))
     note = (
-        f"Medians, least and most, of {len(shipped)} problems in `profiles/` and of `tools/results/`, float32 and "
-        "bfloat16, forward and backward. SDPA runs dilated patterns branch by branch, merged by lse; for windows "
-        f"and neighbourhoods it needs a mask. CPUs: {processors}, with one thread and two: "
-        "another one may gain less, or more. One H100 was measured, for minutes; no other GPU. "
-        "[All results](docs/results/README.md), each with its command."
+        "Median (least to most; n: problems in which SDPA was timed, too), float32 and bfloat16, forward and backward. "
+        "SDPA runs dilated patterns branch by branch and joins them; windows and neighbourhoods need a mask there. "
+        f"The first four rows: `profiles/`, of {processors}; the others: `tools/results/`, of the last one. Another "
+        "CPU may gain less, or more. Of GPUs, one H100 was measured, for minutes; short calls cost its host 3 to 10 "
+        "times F.sdpa's. [All results](docs/results/README.md), each with its command."
     )
     return f"{markdown(head, rows)}\n\n{note}"
 
@@ -72,7 +75,7 @@ def _range(ratios: Iterable[float | None]) -> str:
     known = [each for each in ratios if each is not None]
     if len(known) == 1:
         return f"{known[0]:.1f}x"
-    return f"{median(known):.1f}x ({min(known):.1f} to {max(known):.0f})" if known else "-"
+    return f"{median(known):.1f}x ({min(known):.1f} to {max(known):.0f}; n {len(known)})" if known else "-"
 
 
 def _on_gpu(name: str) -> str:
@@ -82,4 +85,5 @@ def _on_gpu(name: str) -> str:
         return "not measured"
     ratios = [ratio for each in decisions if (ratio := _over(each, "sdpa")) is not None]
     winners = ", ".join(sorted({f"`{each['choice']}`" for each in decisions}))
-    return f"{winners}: {min(ratios):.1f} to {max(ratios):.1f}x SDPA" if max(ratios) > 1 else f"{winners}: 1.0, nothing"
+    gain = f"{min(ratios):.1f} to {max(ratios):.1f}x SDPA" if max(ratios) > 1 else "nothing gained"
+    return f"{winners}: {gain}, {len(ratios)} calls"
