@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
-from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
@@ -267,19 +267,13 @@ _PATTERNS = (Dense, Dilated, Window)
 BACKEND = Branched(
     "flash",
     (
-        Variant(FLASH4_BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", PACKAGE4, _PATTERNS, flash_scratch),
-        Variant(
-            FLASH4_BLACKWELL_256,
-            Flash4.of,
-            "flash-attn 4 on Blackwell with head_dim 256",
-            PACKAGE4,
-            scratch=flash_scratch,
-        ),
-        Variant(FLASH4_HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", PACKAGE4, _PATTERNS, flash_scratch),
-        Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS, flash_scratch),
-        Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS, flash_scratch),
+        Variant(FLASH4_BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", PACKAGE4, _PATTERNS),
+        Variant(FLASH4_BLACKWELL_256, Flash4.of, "flash-attn 4 on Blackwell with head_dim 256", PACKAGE4),
+        Variant(FLASH4_HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", PACKAGE4, _PATTERNS),
+        Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS),
+        Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS),
         # Last: flash-attn 2 has kernels built for these devices.
-        Variant(FLASH4_GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", PACKAGE4, _PATTERNS, flash_scratch),
+        Variant(FLASH4_GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", PACKAGE4, _PATTERNS),
     ),
     version,
 )

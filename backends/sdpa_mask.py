@@ -61,11 +61,11 @@ def mask_bytes(problem: Problem) -> int:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    _, plan = _prepared(problem)
+    kernel, plan = _prepared(problem)
     counts = 0 if _is_plain(problem) else 16 * min(ROWS, problem.q_len) * problem.k_len
     # The CUDA kernel wants the mask in q's dtype.
     copies = 2 if problem.device.type == "cuda" else 1
-    return branches.workspace_bytes(problem, plan) + copies * mask_bytes(problem) + counts
+    return branches.workspace_bytes(problem, plan, kernel) + copies * mask_bytes(problem) + counts
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:

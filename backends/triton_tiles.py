@@ -39,13 +39,13 @@ from attn_dispatch.kernels.triton.support import (
     masks_of,
     needs_wide_offsets,
 )
-from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, serves
+from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
 name = "triton_tiles"
 shares_builds = True
-all_orders = TOKEN_ORDERS
+all_orders = ORDERS
 
 PATTERNS = (Dilated, Neighborhood)  #: also within Reordered
 #: Tile sizes, and the assumed relative speed with each: 128 rows share what they read. Not measured.
@@ -73,9 +73,8 @@ def version() -> str:
 def refusals(problem: Problem) -> list[Refusal]:
     natural = problem.pattern.natural
     found = support.refusals(replace(problem, pattern=natural), PATTERNS)
-    if isinstance(natural, Dilated) and len(natural.branches) > MAX_BRANCHES:
-        text = f"takes {MAX_BRANCHES} branches, not {len(natural.branches)}"
-        found.append(Refusal("pattern", text))
+    if len(natural.branches) > MAX_BRANCHES:
+        found.append(Refusal("pattern", f"takes {MAX_BRANCHES} branches, not {len(natural.branches)}"))
     if not found:
         pairs = max(_pairs(problem, order) for order in orders(problem))
         every = pairs * len(head_classes(problem.pattern, problem.heads))
@@ -89,7 +88,7 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 def orders(problem: Problem) -> tuple[str, ...]:
     """Natural order, and orders in which there may be fewer tile pairs. `run` takes every token order."""
-    return tuple(order for order in TOKEN_ORDERS if serves(order, problem.pattern))
+    return tuple(order for order in ORDERS if serves(order, problem.pattern))
 
 
 def flops(problem: Problem, order: str = NATURAL) -> int:

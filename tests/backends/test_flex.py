@@ -23,9 +23,9 @@ from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.flex import requirements
 from attn_dispatch.machine.memory import peak_bytes
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.oracle import Oracle

@@ -20,10 +20,9 @@ from attn_dispatch.kernels.tiles import tables
 from attn_dispatch.kernels.tiles.estimates import tile_table_bytes
 from attn_dispatch.kernels.tiles.pairs import pair_counts
 from attn_dispatch.kernels.tiles.tables import FULL, TileTable, tables_of
-from attn_dispatch.spec.orders import TOKEN_ORDERS
+from attn_dispatch.spec.orders import ORDERS, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from tests.support.cases import gate
@@ -88,7 +87,7 @@ def table_multiplicity(table: TileTable, q_len: int, k_len: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("pattern", "q_len", "k_len"), PATTERNS, ids=str)
-@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 def test_tables_match_the_multiplicity(pattern: Pattern, q_len: int, k_len: int, order: str) -> None:
     expected = pattern.multiplicity(q_len, k_len, HEADS)
     for tile in (4, 8, 16):
@@ -103,7 +102,7 @@ def test_tables_match_the_multiplicity(pattern: Pattern, q_len: int, k_len: int,
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET, Dense(True), Window(100, 7)], ids=str)
 def test_tables_hold_nothing_redundant(pattern: Pattern) -> None:
     """No pair without visible keys, no equal masks, no own masks of full pairs; key tiles in order."""
-    for order in TOKEN_ORDERS:
+    for order in ORDERS:
         table = tables_of(problem_of(pattern, 4096, 4096), order, 64)[0]
         assert table.masks is not None
         flat = table.masks.flatten(1)
@@ -187,7 +186,7 @@ def failures(case: Case, order: str, tile: int, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
 def test_results_in_every_order(case: Case) -> None:
-    for order, tile in zip(TOKEN_ORDERS, (32, 8, 16), strict=True):
+    for order, tile in zip(ORDERS, (32, 8, 16), strict=True):
         assert failures(case, order, tile) == (), (order, tile)
     assert failures(case, "hilbert", 16, torch.bfloat16) == ()
 
@@ -311,7 +310,7 @@ def test_heads_of_a_class() -> None:
     ]
 
 
-@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("pattern", [Dense(), Dense(is_causal=True), Window(5, 0)], ids=str)
 def test_any_token_order_can_be_forced(pattern: Pattern, order: str) -> None:
     """Sequences without a grid too, though not faster."""

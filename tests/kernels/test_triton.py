@@ -19,17 +19,17 @@ from attn_dispatch.backends import triton, triton_tiles
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.kernels.triton.launch_order import L2Cache, heads_in_turn
+from attn_dispatch.kernels.triton.blocks import BlockConfig
 from attn_dispatch.kernels.triton.work_list import (
     Side,
     WorkList,
-    _dilated_row_groups,
+    _row_groups_of,
     covers,
+    heads_in_turn,
     largest_row_group,
     work_list_bytes,
     work_list_of,
 )
-from attn_dispatch.spec.orders import NATURAL, SAWTOOTH
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
@@ -149,16 +149,15 @@ def test_the_default_device_is_not_that_of_lists(pattern: Pattern) -> None:
 
     def lists() -> list[Any]:
         work = work_list_of(problem, "queries", 64)
-        held = triton._on_device(problem, "queries", triton.INTERPRETED, NATURAL)
-        launched = triton._launched(problem, "queries", triton.INTERPRETED, SAWTOOTH)
+        held = triton._on_device(problem, "queries", triton.INTERPRETED)
         numbers = [largest_row_group(problem, "queries"), covers(problem, "queries"), triton.flops(problem)]
-        tables = (work.tiles, work.runs, work.longest_first(16).tiles, held.tiles, held.runs, launched)
+        tables = (work.tiles, work.runs, work.longest_first(16).tiles, held.tiles, held.runs)
         return [*numbers, *(table.tolist() for table in tables)]
 
     found = []
     for device in ("meta", "cpu"):
         triton.forget(problem)
-        _dilated_row_groups.cache_clear()
+        _row_groups_of.cache_clear()
         covers.cache_clear()
         triton.block_configs.cache_clear()
         with torch.device(device):
@@ -178,7 +177,7 @@ def test_longest_first_reorders_the_tiles_of_each_kind(problem: Problem, side: S
 
 
 def test_heads_take_turns_while_their_columns_fit_the_cache() -> None:
-    cache = L2Cache(2**20, 8)
+    cache = 2**20  # bytes
     problem = problem_of(Dense(), (1, 1024, 8, 64), torch.bfloat16)  # keys and values of a head: 256 KiB
     grouped = replace(problem, kv_heads=2)
     assert heads_in_turn(problem, "queries", cache) == (2, True)
@@ -236,7 +235,7 @@ CUDA = problem_of(LONGNET, (1, 4096, 16, 128), torch.bfloat16, "cuda:0")
 @pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5)])
 def test_older_gpus_are_refused(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, capability)
-    assert texts(CUDA) == [f"needs CUDA capability 8.0, cuda:0 has {capability[0]}.{capability[1]}"]
+    assert texts(CUDA) == [f"needs compute capability 8.0 or higher, cuda:0 has {capability[0]}.{capability[1]}"]
 
 
 def test_newer_gpus_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +248,7 @@ def test_newer_gpus_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "text"),
     [
         ({"dtype": torch.float64}, "computes in bfloat16, float16, float32, not float64"),
-        ({"head_dim": 257}, "has blocks up to head_dim 256, not 257"),
+        ({"head_dim": 257}, "takes a head_dim up to 256, not 257"),
         ({"dropout_p": 0.25}, "has no dropout, asked for 0.25"),
         ({"ranks": 2}, "runs on one rank, the sequence is sharded over 2"),
         ({"device": torch.device("cpu")}, "runs on cuda, not cpu"),
@@ -349,6 +348,27 @@ def test_results_are_deterministic() -> None:
     gate = Oracle.of(make(problem))
     first, second = gate.run(TRITON), gate.run(TRITON)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
+        pytest.param(Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70), marks=pytest.mark.full),
+        Case("window", Window(20, 9), (1, 70, 2, 16), kv_heads=1, key_mask=True),
+        pytest.param(Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20), marks=pytest.mark.full),
+        Case("longnet", Dilated((32, 64), (1, 2), True), (1, 50, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
+        pytest.param(Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)), marks=pytest.mark.full),
+    ],
+    ids=lambda case: case.id,
+)
+def test_tiles_of_several_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "INTERPRETED", BlockConfig(32, 16, 4, 1))
+    triton.block_configs.cache_clear()
+    gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
+    assert gate.check(gate.run(TRITON)).failures == ()
 
 
 @interpreted

@@ -21,10 +21,9 @@ from attn_dispatch.kernels.tiles.estimates import most_pairs
 from attn_dispatch.kernels.tiles.lists import TileLists, tile_lists_bytes, tile_lists_of
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import BlockConfig
-from attn_dispatch.spec.orders import TOKEN_ORDERS
+from attn_dispatch.spec.orders import ORDERS, Reordered, positions
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered, positions
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -100,7 +99,7 @@ def test_lists_match_the_multiplicity(
     problem = problem_of(pattern, (1, length, HEADS, 8))
     problem = replace(problem, pattern=pattern)
     expected = pattern.multiplicity(length, length, HEADS)
-    for order in TOKEN_ORDERS:
+    for order in ORDERS:
         lists = tile_lists_of(problem, order, 16)
         assert (lists.masks is None) == (lists.reach is not None)
         for by in ("queries", "keys"):
@@ -227,8 +226,8 @@ def test_the_gate_detects_ignored_multiplicity(monkeypatch: pytest.MonkeyPatch) 
 def test_invalid_arguments_of_run() -> None:
     x = torch.randn(1, 63, 2, 16)
     problem = problem_of(Neighborhood((9, 7), (3, 5)), (1, 63, 2, 16))
-    with pytest.raises(InvalidInput, match="order must be one of 'natural', 'hilbert', 'residue', got 'sawtooth'"):
-        triton_tiles.run(x, x, x, problem, order="sawtooth")
+    with pytest.raises(InvalidInput, match="order must be one of 'natural', 'hilbert', 'residue', got 'backwards'"):
+        triton_tiles.run(x, x, x, problem, order="backwards")
     with pytest.raises(InvalidInput, match="tile must be a power of two, 16 or more, got 24"):
         triton_tiles.run(x, x, x, problem, tile=24)
 
@@ -295,7 +294,7 @@ def test_reordered_tokens_are_tiled_as_stored(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("shared", [99 * 2**10, 227 * 2**10])
-@pytest.mark.parametrize("dtype", support.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", support.LIMITS.dtypes, ids=str)
 @pytest.mark.parametrize("head_dim", [1, 64, 100, 256])
 def test_blocks_fit(head_dim: int, dtype: torch.dtype, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, (9, 0), shared)

@@ -18,6 +18,7 @@ from attn_dispatch.spec.hilbert import curve
 from attn_dispatch.spec.orders import (
     EXCHANGES,
     ORDERS,
+    Reordered,
     _permutation,
     check,
     permutation,
@@ -27,7 +28,6 @@ from attn_dispatch.spec.orders import (
 )
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.store.folder import Store
 from tests.support.calls import BUILT_IN, qkv
 from tests.support.pairwise import crossed

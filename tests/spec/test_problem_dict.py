@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import zeros
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import DTYPES
 from attn_dispatch.store.problem_files import read_record
 from tests.support import processes

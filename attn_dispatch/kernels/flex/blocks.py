@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.kernels.heads import heads_by_kind
-from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.reach import Reach
 
 FAR = 2**40  #: past every place
@@ -45,17 +45,14 @@ def blocks_of(
     Raises:
         TypeError: the pattern is not one of this package's.
     """
-    if positions is not None and not isinstance(pattern, Neighborhood):
-        return _reordered(pattern, heads, size, positions)
     queries, keys = (torch.arange(n, device=device) if positions is None else positions for n in (q_len, k_len))
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for (offsets,), members in heads_by_kind(pattern, heads).items():
-        reaches = pattern.reaches(queries, keys, q_len, k_len, offsets)
-        branches = [_branch(reach, isinstance(pattern, Dilated), size) for reach in reaches]
+        branches = [_branch(reach, size) for reach in pattern.reaches(queries, keys, q_len, k_len, offsets)]
         nonempty, full = (torch.stack(each).any(0) for each in zip(*branches))
         found |= dict.fromkeys(members, (nonempty, full))
     nonempty, full = (torch.stack(each) for each in zip(*(found[head] for head in range(heads))))
-    if distinct_heads(pattern, heads, size) == 1:
+    if distinct_heads(pattern, heads, size, positions is not None) == 1:
         nonempty, full = nonempty.any(0, keepdim=True), full.all(0, keepdim=True)
     return Blocks(nonempty, full)
 
@@ -64,30 +61,19 @@ def distinct_heads(pattern: Pattern, heads: int, size: int, reordered: bool = Fa
     """The length of `blocks_of`'s first axis: `heads`, or 1.
 
     Rates up to the block size select a token in every block of a segment whatever the offset, except in short last
-    blocks; not so in another order.
+    blocks; not so in another order, nor where heads are split among branches.
     """
-    if reordered:
-        return 1 if isinstance(pattern, Neighborhood) else heads
-    distinct = isinstance(pattern, Dilated) and (pattern.heads == "split" or max(pattern.dilation_rates) > size)
-    return heads if distinct else 1
+    offsets = [offset for head in range(heads) for offset in pattern.head_offsets(head, heads)]
+    alike = None not in offsets and not reordered and max((rate for _, rate in pattern.branches), default=1) <= size
+    return 1 if alike or not offsets else heads
 
 
-def _branch(reach: Reach, selects: bool, size: int) -> tuple[Tensor, Tensor]:
-    """Nonempty and full blocks of a branch, bool [query blocks, key blocks].
-
-    Args:
-        selects: the second axis, if any, says which tokens the branch selects, with 0.
-    """
-    axes = list(zip(reach.first, reach.last, reach.at))
-    q_out = k_out = torch.zeros((), dtype=torch.bool, device=axes[0][2].device)
-    if selects and len(axes) > 1:
-        (_, last, at), axes = axes[1], axes[:1]
-        q_out, k_out = last != 0, at != 0
+def _branch(reach: Reach, size: int) -> tuple[Tensor, Tensor]:
+    """Nonempty and full blocks of a branch, bool [query blocks, key blocks]."""
     blocks: list[tuple[Tensor, Tensor]] = []
-    for first, last, at in axes:
-        # The box of the selected tokens; with others, or past the end, a block is not full.
-        low, high = _blocked(first, q_out, size, FAR), _blocked(last, q_out, size, -FAR)
-        start, end = _blocked(at, k_out, size, FAR), _blocked(at, k_out, size, -FAR)
+    for first, last, at in zip(*reach):
+        # A block with places past the end is not full.
+        low, high, start, end = (_blocked(x, size, fill) for x, fill in zip((first, last, at, at), (FAR, -FAR) * 2))
         meets = (low.amin(1)[:, None] <= end.amax(1)) & (high.amax(1)[:, None] >= start.amin(1))
         covers = (low.amax(1)[:, None] <= end.amin(1)) & (high.amin(1)[:, None] >= start.amax(1))
         blocks.append((meets, covers))
@@ -95,18 +81,6 @@ def _branch(reach: Reach, selects: bool, size: int) -> tuple[Tensor, Tensor]:
     return nonempty, full
 
 
-def _blocked(x: Tensor, out: Tensor, size: int, fill: int) -> Tensor:
-    """[tokens] as [blocks, size], filled in where tokens are out, and to whole blocks."""
-    return pad(x.masked_fill(out, fill), (0, -len(x) % size), value=fill).view(-1, size)
-
-
-def _reordered(pattern: Pattern, heads: int, size: int, positions: Tensor) -> Blocks:
-    """By the definition, a block of queries at a time."""
-    nonempty, full = [], []
-    for rows in torch.split(positions, size):
-        seen = pattern.multiplicity(len(positions), heads=heads, q_pos=rows, k_pos=positions) > 0
-        by_key = torch.stack([seen.any(1), seen.all(1)])
-        padded = pad(by_key, (0, -len(positions) % size)).view(2, len(seen), -1, size)
-        nonempty.append(padded[0].any(-1))
-        full.append(padded[1].all(-1) & (len(rows) == size))
-    return Blocks(torch.stack(nonempty, 1), torch.stack(full, 1))
+def _blocked(x: Tensor, size: int, fill: int) -> Tensor:
+    """[tokens] as [blocks, size], filled to whole blocks."""
+    return pad(x, (0, -len(x) % size), value=fill).view(-1, size)

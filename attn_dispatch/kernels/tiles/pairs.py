@@ -8,7 +8,7 @@ which these are equal have equal masks, which is known without computing them.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ PAST = 2**31 - 1  #: a place after every visible key
 BOXES = 2**24  #: pairs of boxes; if there are more, groups of boxes are compared first
 AT_ONCE = 2**17  #: pairs of boxes compared at once
 GROUP = 16  #: boxes per group
-NUMBERS = 2**18  #: entries of rows that are numbered at once
 LARGEST = 2**62  #: a number that still fits an int64
 
 
@@ -53,21 +52,6 @@ class Branch:
             seen = within if seen is None else seen.logical_and_(within)
         assert seen is not None  # a branch has an axis
         return seen
-
-    def relative(self, queries: Tensor, keys: Tensor) -> list[Tensor]:
-        """What the masks of these pairs depend on: int32 [pairs, tile] each. Equal entries, equal masks."""
-        firsts, lasts, places, empty = list[Tensor](), list[Tensor](), list[Tensor](), None
-        for axis_first, axis_last, at in zip(self.first, self.last, self.at):
-            first, last, place = axis_first[queries], axis_last[queries], at[keys]
-            low, high = place.amin(1, keepdim=True), place.amax(1, keepdim=True)
-            none = (first > high) | (last < low) | (first > last)
-            empty = none if empty is None else empty | none
-            firsts.append(first.clamp(low, high) - low)
-            lasts.append(last.clamp(low, high) - low)
-            places.append(place - low)
-        assert empty is not None
-        ends = [x.masked_fill_(empty, 0) for x in lasts]
-        return [*(x.masked_fill_(empty, 1) for x in firsts), *ends, *places]
 
 
 class Pairs(NamedTuple):
@@ -183,48 +167,22 @@ def _near(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
 
 
 def _kinds(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The kind of each pair, and a pair of each kind.
-
-    First by the distance of two tiles and what each is apart from its place: there are few such groups, and only of
-    these the rows are compared.
-    """
+    """The kind of each pair, and a pair of each kind: by two tiles' distance, and what each is apart from its place."""
     if not len(queries):
         return queries, queries
-    distances = [
-        at[:, 0][keys] - last[:, 0][queries] for branch in branches for last, at in zip(branch.last, branch.at)
-    ]
-    columns = [_numbered(_query_rows(branches))[queries], _numbered(_key_rows(branches))[keys], *distances]
-    groups, of_pair = _together(columns)
-    some = torch.empty(groups, dtype=torch.int64).scatter_(0, of_pair, torch.arange(len(queries)))
-    parts = torch.split(some, _rows_at_once(3, branches))
-    found = _numbered([x for each in branches for x in each.relative(queries[part], keys[part])] for part in parts)
-    examples = torch.empty(int(found.max()) + 1, dtype=torch.int64).scatter_(0, found, some)
-    return found[of_pair], examples
+    sides = [(first, last) for branch in branches for first, last in zip(branch.first, branch.last)]
+    places = [at for branch in branches for at in branch.at]
+    columns = [at[:, 0][keys] - last[:, 0][queries] for (_, last), at in zip(sides, places)]
+    columns.append(_numbered([x - last[:, :1] for first, last in sides for x in (first, last)])[queries])
+    columns.append(_numbered([at - at[:, :1] for at in places])[keys])
+    kinds, of_pair = _together(columns)
+    return of_pair, torch.empty(kinds, dtype=torch.int64).scatter_(0, of_pair, torch.arange(len(queries)))
 
 
-def _rows_at_once(columns: int, branches: Sequence[Branch]) -> int:
-    """Rows that have NUMBERS entries together, where a row has `columns` for each axis and token."""
-    axes = sum(len(branch.at) for branch in branches)
-    return max(1, NUMBERS // (columns * axes * branches[0].at.shape[2]))
-
-
-def _query_rows(branches: Sequence[Branch]) -> Iterator[list[Tensor]]:
-    """What the queries of each tile see, relative to its first query."""
-    for some in torch.split(torch.arange(branches[0].last.shape[1]), _rows_at_once(2, branches)):
-        axes = [(first[some], last[some]) for each in branches for first, last in zip(each.first, each.last)]
-        yield [x - last[:, :1] for first, last in axes for x in (first, last)]
-
-
-def _key_rows(branches: Sequence[Branch]) -> Iterator[list[Tensor]]:
-    """The places of each tile's keys, relative to its first key."""
-    for some in torch.split(torch.arange(branches[0].at.shape[1]), _rows_at_once(1, branches)):
-        yield [at[some] - at[some, :1] for each in branches for at in each.at]
-
-
-def _numbered(parts: Iterable[list[Tensor]]) -> Tensor:
+def _numbered(parts: Sequence[Tensor]) -> Tensor:
     """A number for each row of [rows, ...] tensors side by side, equal where rows are: int64 [rows]."""
     known: dict[bytes, int] = {}
-    rows = (row for part in parts for row in each_row(torch.cat(part, dim=1)))
+    rows = each_row(torch.cat(list(parts), dim=1))
     return torch.tensor([known.setdefault(row, len(known)) for row in rows], dtype=torch.int64)
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,14 +18,11 @@ from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles.pairs import Branch, Pairs, each_row, pair_counts, pairs_of
-from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries
+from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries, token_order_of
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import token_order_of
-from attn_dispatch.spec.tracing import make_plain
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
-OUTLINES = 64  #: problems whose outlines are cached
 MASK_BYTES = 2**25  #: of distinct masks, one byte per entry; a table with more computes them in every call
 ENTRIES = 2**18  #: mask entries computed at once
 MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
@@ -160,33 +156,6 @@ def _branches_by_heads(
     for members, offsets in head_classes(pattern, heads):
         reaches = pattern.reaches(torch.arange(q_len), torch.arange(k_len), q_len, k_len, offsets)
         yield members, tuple(Branch.of(reach, q_pos, k_pos, k_len) for reach in reaches)
-
-
-class Outline(NamedTuple):
-    """What is known of the tables of all classes of heads before their masks are computed.
-
-    Args:
-        pairs: whose boxes meet. kinds: of these pairs, at least as many as there are masks.
-        widest: the most key tiles of a query tile.
-    """
-
-    pairs: int
-    kinds: int
-    widest: int
-
-
-@lru_cache(maxsize=OUTLINES)
-def outline_of(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> Outline:
-    """Takes a small part of the time of building the tables."""
-    return make_plain(_outline, pattern, q_len, k_len, heads, order, tile)
-
-
-def _outline(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> Outline:
-    positions = _positions(pattern, q_len, k_len, order, tile)
-    found = [pairs_of(branches) for _, branches in _branches_by_heads(pattern, q_len, k_len, heads, *positions)]
-    counts = [(len(x.queries), len(x.examples), int(x.queries.bincount(minlength=1).max())) for x in found]
-    pairs, kinds, widest = zip(*counts)
-    return Outline(sum(pairs), sum(kinds), max(widest))
 
 
 def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE
-from attn_dispatch.kernels.triton.support import padded_head_dim
+from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, padded
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
 
@@ -44,13 +43,13 @@ def key_parts(problem: Problem) -> KeyParts | None:
     keys = last + 1 - first
     if keys <= 0:
         return None
-    columns = min(128, max(SMALLEST_SIDE, PART_BYTES // (padded_head_dim(problem) * problem.dtype.itemsize)))
+    columns = min(128, max(SMALLEST_SIDE, PART_BYTES // (padded(problem.head_dim) * problem.dtype.itemsize)))
     if problem.device.type == "cpu":
         columns, wanted = SMALLEST_SIDE, INTERPRETED_PARTS
     else:
         processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
         wanted = -(-PARTS_PER_PROCESSOR * processors // (problem.batch * problem.kv_heads))
     blocks = -(-keys // columns)
-    count = max(1, min(wanted, blocks // LEAST_PART or 1, MOST_PARTS[padded_head_dim(problem) > 128]))
+    count = max(1, min(wanted, blocks // LEAST_PART or 1, MOST_PARTS[padded(problem.head_dim) > 128]))
     share = -(-blocks // count) * columns
     return KeyParts(first, last + 1, -(-keys // share), share, columns, band.low, band.high)

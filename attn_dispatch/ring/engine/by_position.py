@@ -18,10 +18,9 @@ from attn_dispatch.kernels.native.tables import NativeTables
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tiles
 from attn_dispatch.kernels.tiles.tables import TileTable, tables_at
-from attn_dispatch.spec.orders import HILBERT, permutation, places, serves
+from attn_dispatch.spec.orders import HILBERT, permutation, places, serves, token_order_of
 from attn_dispatch.spec.pattern import Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import token_order_of
 
 TILE = 64  #: rows of a tile
 
