@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
-from attn_dispatch.kernels.device_cache import refuse_capture
+from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.machine import code_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
@@ -286,7 +285,7 @@ score_terms = ("softcap",)
 
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
-    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not compiled.is_noted(name, problem)
+    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem)
     return COMPILE_MS if compiles else 0.0
 
 
@@ -294,5 +293,5 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
     if first_call_ms(problem):
         refuse_capture(problem.device)
     found = BACKEND.run(q, k, v, problem, **tensors)
-    compiled.note(name, problem)
+    note(name, problem)
     return found

@@ -89,17 +89,8 @@ def _prepared(problem: Problem) -> tuple[Kernel, BranchPlan]:
     plain = problem.heads == problem.kv_heads
     q, k = StridedRows(0, 1, problem.q_len), StridedRows(0, 1, problem.k_len)
     pieces = tuple(
-        Piece(
-            q,
-            k,
-            slice(heads.start, heads.stop, heads.step),
-            kv_heads_of(heads, problem, kernel.grouped),
-            is_causal=False,
-            fresh_q=True,
-            fresh_k=plain,
-            bias=i,
-        )
-        for i, heads in enumerate(_head_runs(problem))
+        Piece(q, k, slice(x.start, x.stop, x.step), kv_heads_of(x, problem, kernel.grouped), False, True, plain, number)
+        for number, x in enumerate(_head_runs(problem))
     )
     block = Block(slice(0, problem.q_len), slice(0, problem.k_len), pieces, covers_q=True, covers_k=plain)
     return kernel, BranchPlan.of((block,), problem.batch)

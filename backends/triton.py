@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
-from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
-from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
+from attn_dispatch.kernels.device_cache import DeviceCache, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import (
@@ -105,7 +104,7 @@ def flops(problem: Problem) -> int:
 
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time with an empty cache; 0 if this process has such kernels."""
-    if problem.device.type == "cpu" or compiled.is_noted(name, problem, _blocks(problem)):
+    if problem.device.type == "cpu" or is_noted(name, problem, _blocks(problem)):
         return 0.0
     return support.COMPILE_MS * len(kernels_for(problem))
 
@@ -120,7 +119,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
     seq_lens, key_mask = masks_of(tensors)
     call = Hidden.of(problem).around(_TritonPasses(problem, seq_lens, key_mask))
     found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
-    compiled.note(name, problem, _blocks(problem))
+    note(name, problem, _blocks(problem))
     return found
 
 
@@ -195,7 +194,7 @@ def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Ten
 
     problem, mask, device = call.problem, call.key_mask, q.device
     pairs, strided = problem.batch * problem.kv_heads, (q, k, v)
-    if not compiled.is_noted(name, problem, PARTS):
+    if not is_noted(name, problem, PARTS):
         refuse_capture(device)
     maxima, totals = torch.empty(2, pairs * parts.parts, FEW_LANES, dtype=torch.float32, device=device)
     sums = torch.empty(*maxima.shape, problem.head_dim, dtype=torch.float32, device=device)
@@ -232,7 +231,7 @@ def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Ten
             num_warps=4,
             **FUSED,
         )
-    compiled.note(name, problem, PARTS)
+    note(name, problem, PARTS)
     return out, lse
 
 

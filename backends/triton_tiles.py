@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.device_cache import is_noted, note
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
@@ -100,7 +100,7 @@ def flops(problem: Problem, order: str = NATURAL) -> int:
 
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time with an empty cache; 0 if this process has such kernels."""
-    if problem.device.type == "cpu" or compiled.is_noted(name, problem, tile_size(problem, NATURAL)):
+    if problem.device.type == "cpu" or is_noted(name, problem, tile_size(problem, NATURAL)):
         return 0.0
     return support.COMPILE_MS * len(_kernels(problem))
 
@@ -138,7 +138,7 @@ def run(
     hidden = masks_of(tensors)
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
     found = differentiable(q, k, v, call, hidden) if problem.needs_grad else call.forward(q, k, v)
-    compiled.note(name, problem, tile)
+    note(name, problem, tile)
     return found
 
 

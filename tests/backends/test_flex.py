@@ -366,24 +366,8 @@ def test_reordered_tokens(
     assert expected.check(expected.run(FLEX)).failures == ()
 
 
-def test_too_many_pairs_for_another_order() -> None:
-    cached = problem(Reordered(Window(20, 3), "hilbert"), 2**16)
-    assert "pattern" in codes(cached)
-    assert "pattern" not in codes(replace(cached, pattern=Window(20, 3)))
-
-
 @pytest.mark.full
 def test_a_compiled_kernel_in_hilbert_order() -> None:
     asked = Case("", IN_ORDER[0][1], (1, 135, 2, 16)).problem(torch.float32, needs_grad=False)
     expected = gate(replace(asked, return_lse=False))
     assert expected.check(expected.run(FLEX, "hilbert")).failures == ()
-
-
-def test_residue_order_is_offered_up_to_the_pair_limit() -> None:
-    def offered(tokens: int) -> tuple[str, ...]:
-        return flex.orders(
-            Case("", Dilated((4096,), (4,)), (1, tokens, 8, 16)).problem(torch.float32, needs_grad=False)
-        )
-
-    assert offered(8192) == ("natural", "residue")
-    assert offered(32768) == ("natural",)

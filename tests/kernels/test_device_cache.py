@@ -16,8 +16,7 @@ from torch import Tensor
 from attn_dispatch import BackendFailed, Dense, Neighborhood, Window, attend
 from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.device_cache import DeviceCache
-from attn_dispatch.kernels.heads import kv_head_index
+from attn_dispatch.kernels.device_cache import DeviceCache, kv_head_index
 from attn_dispatch.kernels.hidden import _unseen
 from attn_dispatch.kernels.tiles.tables import cached_with, tables_of
 from attn_dispatch.spec.problem import Problem

@@ -67,14 +67,6 @@ def list_multiplicity(problem: Problem, order: str) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("pattern", SHAPES, ids=str)
-def test_lists_match_the_multiplicity(pattern: Neighborhood, order: str) -> None:
-    problem = asked(pattern)
-    found = list_multiplicity(problem, order)
-    assert torch.equal(found, pattern.multiplicity(problem.q_len)[0].long())
-
-
 @given(st.data())
 def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
     grid, odd = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)), st.sampled_from([1, 3, 5, 7, 9])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from attn_dispatch import attend
 from attn_dispatch.backends import tiles as backend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.contract import Backend, Result
-from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.tiles import pairs as pair_math
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles import tables
@@ -229,26 +227,6 @@ def test_threads_are_deterministic(pattern: Pattern) -> None:
         assert torch.equal(two, three)
 
 
-def test_hidden_keys_are_never_read() -> None:
-    case = next(case for case in CASES if case.id == "neighborhood-key-mask")
-    problem = case.problem(torch.float32, needs_grad=True)
-    example = make(problem)
-    q, k, v = (x.detach().clone() for x in (example.q, example.k, example.v))
-    masks = example.masks
-    inside = torch.arange(problem.k_len) < masks["seq_lens"][:, None]
-    hidden = ~(masks["key_mask"] & inside)
-    assert hidden.any()
-    found = []
-    for rubbish in (0.0, math.nan):
-        k[hidden], v[hidden] = rubbish, rubbish
-        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, lse = backend.run(inputs[0], inputs[1], inputs[2], problem, order="hilbert", tile=8, **dict(masks))
-        weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
-        found.append((out, lse, *torch.autograd.grad((out * weights).sum(), inputs)))
-    for clean, dirty in zip(*found):
-        assert torch.equal(clean, dirty)
-
-
 def test_unknown_orders() -> None:
     example = make(problem_of(Dense(), 8, 8))
     with pytest.raises(InvalidInput, match="order must be None or one of"):
@@ -298,16 +276,6 @@ def test_too_many_pairs() -> None:
     assert [refusal.code for refusal in backend.refusals(long)] == ["pattern"]
     assert "pairs of tiles, over 16777216" in str(backend.refusals(long)[0])
     assert backend.refusals(problem_of(Window(1000, 0), 2**20, 2**20)) == []
-
-
-def test_heads_of_a_class() -> None:
-    assert head_classes(NEIGHBORS, 4) == [(range(4), ())]
-    assert [heads for heads, _ in head_classes(LONGNET, 6)] == [
-        range(0, 5, 4),
-        range(1, 6, 4),
-        range(2, 3),
-        range(3, 4),
-    ]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -38,7 +38,6 @@ from attn_dispatch.tuning.oracle import Oracle
 from tests.support.definition import lengths, patterns
 from tests.support.distributions import skip_without
 from tests.support.fixtures import INTERPRETED
-from tests.support.pairwise import thinned
 
 TRITON = registry.load("triton")
 
@@ -294,50 +293,6 @@ def test_the_interpreter_has_no_bfloat16() -> None:
 
 
 # --- results ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-@interpreted
-@pytest.mark.usefixtures("triton_interpreter")
-@thinned("with_out", [True, False], 2)
-def test_gradient_through_lse(with_out: bool) -> None:
-    """A loss of lse reaches q and k, rows without keys contribute 0. Errors are below the gate's tolerance."""
-    pattern = Dilated((16, 32), (2, 4), is_causal=True)
-    problem = Case("lse", pattern, (1, 40, 4, 16), kv_heads=2).problem(torch.float32, needs_grad=True)
-    gate = Oracle.of(make(problem))
-    example = gate.example
-    assert gate.grad is not None
-    weights = torch.rand(1, 4, 40, generator=torch.Generator().manual_seed(1))
-
-    def grads(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        q, k, v = (x.detach().to(dtype).requires_grad_() for x in (example.q, example.k, example.v))
-        out, lse = registry.load(backend).run(q, k, v, replace(problem, dtype=dtype))
-        loss = (lse.masked_fill(lse.isinf(), 0) * weights.to(dtype)).sum()
-        if with_out:
-            assert gate.grad is not None
-            loss = loss + (out * gate.grad.to(dtype)).sum()
-        return torch.autograd.grad(loss, (q, k, v), materialize_grads=True)
-
-    for name, mine, exact in zip(("dq", "dk", "dv"), grads("triton", torch.float32), grads("manual", torch.float64)):
-        assert float((mine.double() - exact).abs().max()) <= gate.expected[name].tolerance, name
-
-
-@interpreted
-@pytest.mark.usefixtures("triton_interpreter")
-@pytest.mark.full
-def test_hidden_keys_are_never_read() -> None:
-    """Padding and masked keys may hold NaN."""
-    pattern = Dilated((16, 32), (1, 2))
-    case = Case("poisoned", pattern, (2, 40, 2, 16), seq_lens=True, key_mask=True)
-    example = make(case.problem(torch.float32, needs_grad=True))
-    gate = Oracle.of(example)
-    seen = example.masks["key_mask"] & (torch.arange(40) < example.masks["seq_lens"][:, None])
-    k, v = (x.detach().masked_fill(~seen[:, :, None, None], torch.nan).requires_grad_() for x in (example.k, example.v))
-    q = example.q.detach().masked_fill(
-        (torch.arange(40) >= example.masks["seq_lens"][:, None])[:, :, None, None], torch.nan
-    )
-    found = replace(gate, example=replace(example, q=q.requires_grad_(), k=k, v=v)).run(TRITON)
-    assert gate.check(found).failures == ()
 
 
 @interpreted

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
 from attn_dispatch.kernels.dense import CUDA_HEAD_ALIGN, DenseCall, Kernel, with_lse_column
-from attn_dispatch.kernels.heads import kv_head_index
+from attn_dispatch.kernels.device_cache import kv_head_index
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, merge_, sum_dtype, with_positive_scale
 from attn_dispatch.spec.problem import Problem

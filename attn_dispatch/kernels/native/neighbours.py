@@ -87,9 +87,19 @@ def _tiled(positions: Tensor) -> Tensor:
     return positions[torch.arange(number * TILE).clamp(max=len(positions) - 1)].view(number, TILE)
 
 
+def _coordinates(pattern: Neighborhood, positions: Tensor) -> list[Tensor]:
+    """The coordinates of positions, by axis."""
+    strides = [math.prod(pattern.grid[axis + 1 :]) for axis in range(len(pattern.grid))]
+    return [positions // stride % size for stride, size in zip(strides, pattern.grid)]
+
+
 def _bounds(pattern: Neighborhood, queries: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Per axis, the first and last coordinate that a query of each tile could see."""
-    return [_reach(pattern, axis, _coordinate(pattern, axis, queries)) for axis in range(len(pattern.grid))]
+    found = []
+    for axis, x in zip(pattern.axes, _coordinates(pattern, queries)):
+        back, front = (side * axis.dilation for side in axis.sides)
+        found.append(((x.amin(1) - back).clamp(min=0), (x.amax(1) + front).clamp(max=axis.size - 1)))
+    return found
 
 
 def _boxes(bounds: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -115,10 +125,9 @@ def _chunks(
     for first in range(0, len(queries), step):
         some = slice(first, first + step)
         masks, coordinates = [], []
-        for axis, (low, high) in enumerate(bounds):
+        for axis, x, (low, high) in zip(pattern.axes, _coordinates(pattern, queries[some]), bounds):
             y = low[some, None] + torch.arange(int((high - low)[some].max()) + 1)
-            x = _coordinate(pattern, axis, queries[some])
-            near = pattern.axes[axis].sees(x[:, :, None], y[:, None, :]) & (y <= high[some, None])[:, None, :]
+            near = axis.sees(x[:, :, None], y[:, None, :]) & (y <= high[some, None])[:, None, :]
             masks.append(_packed(near & in_range[some, :, None]))
             coordinates.append(y)
         tile, key, bits = _adjacent(*_product(pattern, masks, coordinates))
@@ -128,16 +137,6 @@ def _chunks(
         group, full = _group(bits)
         by_group = ((tile * GROUPS + group) * 2 + full).argsort(stable=True)
         yield key[by_group].to(torch.int32), bits[by_group], tile[by_group] + first, group[by_group]
-
-
-def _coordinate(pattern: Neighborhood, axis: int, positions: Tensor) -> Tensor:
-    return positions // math.prod(pattern.grid[axis + 1 :]) % pattern.grid[axis]
-
-
-def _reach(pattern: Neighborhood, axis: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and last coordinate that a query of each tile could see."""
-    step, (back, front) = pattern.dilation[axis], pattern.axes[axis].sides
-    return (x.amin(1) - back * step).clamp(min=0), (x.amax(1) + front * step).clamp(max=pattern.grid[axis] - 1)
 
 
 def _packed(near: Tensor) -> Tensor:

@@ -101,9 +101,13 @@ def _key(problem: Problem, order: str, tile: int) -> Hashable:
 
 def _tables(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
     pattern, q_len, k_len, device = problem.pattern, problem.q_len, problem.k_len, problem.device
-    q_pos, k_pos = _positions(pattern, q_len, k_len, order, tile)
-    classes = _branches_by_heads(pattern, q_len, k_len, problem.heads, q_pos, k_pos)
-    made = (_table(members, branches, q_pos, k_pos, sum_dtype(problem.dtype)) for members, branches in classes)
+    if permutation(token_order_of(pattern), pattern.natural, q_len) is not None:
+        order = NATURAL  # tokens stored in another order are tiled as stored
+    q_pos = k_pos = _tiled(permutation_of_queries(order, pattern.natural, q_len, k_len), q_len, tile)
+    if q_len != k_len:
+        k_pos = _tiled(permutation(order, pattern.natural, k_len), k_len, tile)
+    tokens, dtype = (torch.arange(q_len), torch.arange(k_len)), sum_dtype(problem.dtype)
+    made = _by_heads(pattern, q_len, k_len, problem.heads, None, tokens, (q_pos, k_pos), dtype)
     return tuple(table if device.type == "cpu" else table.to(device) for table in made)
 
 
@@ -132,30 +136,25 @@ def tables_at(
     Returns:
         A table for each class of heads; heads and places are those of the tensors.
     """
-    q_rows, k_rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
-    found = []
+    rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
+    return tuple(_by_heads(pattern, length, length, heads, which, (queries, keys), rows, dtype))
+
+
+def _by_heads(
+    pattern: Pattern,
+    q_len: int,
+    k_len: int,
+    heads: int,
+    which: range | None,
+    tokens: tuple[Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> Iterator[TileTable]:
+    """A table for each class of heads, of queries and keys at these tokens, whose rows are tiled so."""
     for members, offsets in head_classes(pattern, heads, which):
-        reaches = pattern.reaches(queries, keys, length, length, offsets)
-        branches = tuple(Branch.of(reach, q_rows, k_rows, len(keys)) for reach in reaches)
-        found.append(_table(members, branches, q_rows, k_rows, dtype))
-    return tuple(found)
-
-
-def _positions(pattern: Pattern, q_len: int, k_len: int, order: str, tile: int) -> tuple[Tensor, Tensor]:
-    """`TileTable.q_pos` and `k_pos`."""
-    if permutation(token_order_of(pattern), pattern.natural, q_len) is not None:
-        order = NATURAL  # tokens stored in another order are tiled as stored
-    q_pos = _tiled(permutation_of_queries(order, pattern.natural, q_len, k_len), q_len, tile)
-    return q_pos, q_pos if q_len == k_len else _tiled(permutation(order, pattern.natural, k_len), k_len, tile)
-
-
-def _branches_by_heads(
-    pattern: Pattern, q_len: int, k_len: int, heads: int, q_pos: Tensor, k_pos: Tensor
-) -> Iterator[tuple[range, tuple[Branch, ...]]]:
-    """The classes of heads, and the branches of each by tiles."""
-    for members, offsets in head_classes(pattern, heads):
-        reaches = pattern.reaches(torch.arange(q_len), torch.arange(k_len), q_len, k_len, offsets)
-        yield members, tuple(Branch.of(reach, q_pos, k_pos, k_len) for reach in reaches)
+        reaches = pattern.reaches(*tokens, q_len, k_len, offsets)
+        branches = tuple(Branch.of(reach, *rows, len(tokens[1])) for reach in reaches)
+        yield _table(members, branches, *rows, dtype)
 
 
 def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
