@@ -29,8 +29,13 @@ from attn_dispatch.kernels.contract import (
 )
 from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
 from attn_dispatch.kernels.flex import requirements
-from attn_dispatch.kernels.flex.blocks import blocks_of, distinct_heads
-from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function, score_function
+from attn_dispatch.kernels.flex.mask import (
+    blocks_of,
+    counts_above_one,
+    distinct_heads,
+    multiplicity_function,
+    score_function,
+)
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype

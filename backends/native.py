@@ -34,15 +34,15 @@ from attn_dispatch.kernels.native.run import (
 from attn_dispatch.kernels.native.run import (
     specialized as specialized,
 )
-from attn_dispatch.kernels.native.steps import (
+from attn_dispatch.kernels.native.tables import (
     PERIOD_LIMIT,
+    NativeTables,
     dilation_period,
     document_tables,
     native_table_bytes,
     native_tables,
     neighborhood_and_order,
 )
-from attn_dispatch.kernels.native.tables import NativeTables
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -104,7 +104,7 @@ def workspace_bytes(problem: Problem) -> int:
     item = problem.head_dim * problem.dtype.itemsize
     total += item * (sum(n for n, kind in zip((q, k, k), problem.strides) if kind[-1:] != "d") + q * grads)
     if grads:  # sums of every thread that has a key head, and their total
-        total += 8 * k * width * (1 + threads_per_key_head(problem)) + 4 * sums_apart(problem) + item * k
+        total += 4 * sums_apart(problem) or 8 * k * width * (1 + threads_per_key_head(problem)) + item * k
     if problem.bias:  # in float32, and its gradient before it is summed
         pairs = 4 * problem.q_len * problem.k_len
         total += pairs * (2 * math.prod(problem.bias) + problem.batch * problem.heads * problem.bias_needs_grad)

@@ -33,7 +33,6 @@ from attn_dispatch.kernels.triton.blocks import (
     parts_of,
     precision,
 )
-from attn_dispatch.kernels.triton.key_parts import FEW_LANES, KeyParts, key_parts
 from attn_dispatch.kernels.triton.support import (
     FUSED,
     TritonKernel,
@@ -47,10 +46,13 @@ from attn_dispatch.kernels.triton.support import (
     needs_wide_offsets,
 )
 from attn_dispatch.kernels.triton.work_list import (
+    FEW_LANES,
+    KeyParts,
     Side,
     WorkList,
     covers,
     heads_in_turn,
+    key_parts,
     largest_row_group,
     work_list_bytes,
     work_list_of,

@@ -13,7 +13,7 @@ from attn_dispatch import Dense, Dilated, Window, attend, record
 from attn_dispatch.backends import manual, native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import steps
-from attn_dispatch.kernels.native.steps import document_tables, native_tables
+from attn_dispatch.kernels.native.tables import document_tables, native_tables
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from tests.call.test_packing import HEADS, IDS, LENGTH, PATTERNS, Three, expected, tensors

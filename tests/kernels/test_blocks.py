@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_dispatch.kernels.flex.blocks import Blocks, blocks_of, distinct_heads
-from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function
+from attn_dispatch.kernels.flex.mask import Blocks, blocks_of, counts_above_one, distinct_heads, multiplicity_function
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.testing.cases import CASES, Case

@@ -21,8 +21,7 @@ from attn_dispatch.cli import machine
 from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library, run
-from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, _made_once, native_table_bytes, native_tables
-from attn_dispatch.kernels.native.tables import TILE
+from attn_dispatch.kernels.native.tables import PERIOD_LIMIT, TILE, _made_once, native_table_bytes, native_tables
 from attn_dispatch.kernels.native.variants import VARIANTS
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from attn_dispatch.backends import native
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import run
-from attn_dispatch.kernels.native.neighbours import VECTOR
-from attn_dispatch.kernels.native.steps import native_table_bytes, native_tables
-from attn_dispatch.kernels.native.tables import TILE
+from attn_dispatch.kernels.native.tables import TILE, VECTOR, native_table_bytes, native_tables
 from attn_dispatch.spec.orders import ORDERS, Reordered
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem

@@ -353,12 +353,13 @@ def workspace_bytes(problem: Problem, plan: BranchPlan, kernel: Kernel) -> int:
     odd = problem.scale < SMALLEST_SCALE[sum_dtype(problem.dtype)] or any("d" not in x[:4] for x in problem.strides)
     copied = q * grads + 2 * (q + k) * odd + (3 * q + 2 * k) * (grads and problem.return_lse)
     total: int = copied_bytes(problem) + copied * row + 32 * (q + k * problem.masked) + kernel_bytes(problem, k)
-    if plan.single is not None and not problem.masked and not kernel.allocates:
-        return total
+    if plan.single is not None and not problem.masked and problem.device.type == "cpu":
+        return total + kernel.allocates * (2 + 2 * grads) * (q + k) * wide
     # Of the largest block: its sums, and of a piece what is gathered for each query head, results, and copies.
+    spread = any(isinstance(piece.kv_heads, tuple) for block in plan.blocks for piece in block.pieces)
+    q, k = (max(span.stop - span.start for span in spans) for spans in zip(*(block[:2] for block in plan.blocks)))
     rows = min(plan.batch_step, problem.batch) * problem.heads
-    q, k = (rows * max(span.stop - span.start for span in spans) for spans in zip(*(x[:2] for x in plan.blocks)))
-    k = k if problem.heads == problem.kv_heads or kernel.allocates else 2 * k
+    q, k = rows * q, (2 * rows if spread else rows * problem.kv_heads // problem.heads) * k
     total += q * (row + 2 * wide) + (q + 2 * k) * (row + wide) * grads
     total += kernel.allocates * (2 + 2 * grads) * (q + k) * wide
     if problem.device.type == "cuda":  # sums of a split forward pass, or a dq of each processor

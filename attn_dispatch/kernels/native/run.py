@@ -16,8 +16,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes, refuse_tangents
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native import library
-from attn_dispatch.kernels.native.steps import few_query_tables, native_tables
-from attn_dispatch.kernels.native.tables import TILE, NativeTables
+from attn_dispatch.kernels.native.tables import TILE, NativeTables, few_query_tables, native_tables
 from attn_dispatch.machine.memory import LARGE_PAGE, in_large_pages
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tracing import forward_ad

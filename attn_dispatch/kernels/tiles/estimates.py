@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -12,12 +13,13 @@ from attn_dispatch.kernels.hidden import copied_bytes
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, sum_dtype
 from attn_dispatch.kernels.tiles.pairs import AT_ONCE
 from attn_dispatch.kernels.tiles.run import most_keys
-from attn_dispatch.kernels.tiles.tables import MASK_BYTES
+from attn_dispatch.kernels.tiles.tables import MASK_BYTES, Outline, outline_of
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE, token_order_of
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Axis, Band
 
 PAIR_LIMIT = 2**24  #: of tile pairs
+OUTLINED_TOKENS, OUTLINED_PAIRS = 2**20, 2**18  #: of all classes of heads; more take long to look at
 PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 200, 32, 32  #: of tables and while they are built; boxes, positions per axis
 
 
@@ -99,20 +101,28 @@ def most_axes(problem: Problem) -> int:
     return 2 * len(_bands(problem) or problem.pattern.natural.axes)
 
 
+def outline(problem: Problem, order: str, tile: int) -> Outline:
+    """The outline of the tables; of long sequences an upper bound."""
+    pairs = most_pairs(problem, order, tile) * len(head_classes(problem.pattern, problem.heads))
+    if problem.q_len + problem.k_len <= OUTLINED_TOKENS and pairs <= OUTLINED_PAIRS:
+        return outline_of(replace(problem, device=torch.device("cpu")), order, tile)
+    # Tiles that are not aligned, or of other shapes along a curve, see more than is estimated.
+    return Outline(pairs, pairs, 4 * estimated_keys(problem, order, tile) // tile)
+
+
 def tile_table_bytes(problem: Problem, order: str, tile: int) -> int:
     """Upper bound of the bytes of the tables of all classes of heads, and of building them."""
-    classes, axes = len(head_classes(problem.pattern, problem.heads)), most_axes(problem)
-    pairs = classes * most_pairs(problem, order, tile)
-    masks = min(pairs * tile**2, MASK_BYTES * classes) * (3 + sum_dtype(problem.dtype).itemsize)
-    compared = min(-(-problem.q_len // tile) * -(-problem.k_len // tile), AT_ONCE) * axes
-    places = POSITION_BYTES * axes * (1 + classes) * (problem.q_len + problem.k_len)
-    return pairs * PAIR_BYTES + masks + places + BOX_BYTES * compared
+    found, axes = outline(problem, order, tile), most_axes(problem)
+    classes = len(head_classes(problem.pattern, problem.heads))
+    masks = min(found.kinds * tile**2, MASK_BYTES * classes) * (3 + sum_dtype(problem.dtype).itemsize)
+    compared = min(-(-problem.q_len // tile) * -(-problem.k_len // tile), AT_ONCE)
+    places = POSITION_BYTES * (1 + classes) * (problem.q_len + problem.k_len)
+    return found.pairs * PAIR_BYTES + masks + axes * (places + BOX_BYTES * compared)
 
 
 def workspace_bytes(problem: Problem, order: str, tile: int) -> int:
     """Upper bound of what tables, `run` and its backward allocate besides q, k, v, out and their gradients."""
-    # Tiles that are not aligned, or of other shapes along a curve, see more than is estimated.
-    seen = 4 * estimated_keys(problem, order, tile)
+    seen = outline(problem, order, tile).widest * tile
     return call_bytes(problem, tile, seen) + tile_table_bytes(problem, order, tile)
 
 

@@ -8,7 +8,7 @@ which these are equal have equal masks, which is known without computing them.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ PAST = 2**31 - 1  #: a place after every visible key
 BOXES = 2**24  #: pairs of boxes; if there are more, groups of boxes are compared first
 AT_ONCE = 2**17  #: pairs of boxes compared at once
 GROUP = 16  #: boxes per group
+NUMBERS = 2**18  #: entries of rows that are numbered at once
 LARGEST = 2**62  #: a number that still fits an int64
 
 
@@ -52,6 +53,14 @@ class Branch:
             seen = within if seen is None else seen.logical_and_(within)
         assert seen is not None  # a branch has an axis
         return seen
+
+    def relative(self, queries: Tensor, keys: Tensor) -> list[Tensor]:
+        """What the masks of these pairs depend on: int32 [pairs, tile] each. Equal entries, equal masks."""
+        (first, last), place = (x[:, queries] for x in (self.first, self.last)), self.at[:, keys]
+        low, high = place.amin(2, keepdim=True), place.amax(2, keepdim=True)
+        empty = ((first > high) | (last < low) | (first > last)).any(0)
+        firsts, lasts = (first.clamp(low, high) - low), (last.clamp(low, high) - low)
+        return [*firsts.masked_fill_(empty, 1), *lasts.masked_fill_(empty, 0), *(place - low)]
 
 
 class Pairs(NamedTuple):
@@ -167,22 +176,28 @@ def _near(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
 
 
 def _kinds(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The kind of each pair, and a pair of each kind: by two tiles' distance, and what each is apart from its place."""
+    """The kind of each pair, and a pair of each kind.
+
+    First by two tiles' distance and what each is apart from its place: only of such groups the rows are compared.
+    """
     if not len(queries):
         return queries, queries
     sides = [(first, last) for branch in branches for first, last in zip(branch.first, branch.last)]
     places = [at for branch in branches for at in branch.at]
     columns = [at[:, 0][keys] - last[:, 0][queries] for (_, last), at in zip(sides, places)]
-    columns.append(_numbered([x - last[:, :1] for first, last in sides for x in (first, last)])[queries])
-    columns.append(_numbered([at - at[:, :1] for at in places])[keys])
-    kinds, of_pair = _together(columns)
-    return of_pair, torch.empty(kinds, dtype=torch.int64).scatter_(0, of_pair, torch.arange(len(queries)))
+    columns.append(_numbered([[x - last[:, :1] for first, last in sides for x in (first, last)]])[queries])
+    columns.append(_numbered([[at - at[:, :1] for at in places]])[keys])
+    groups, of_pair = _together(columns)
+    some = torch.empty(groups, dtype=torch.int64).scatter_(0, of_pair, torch.arange(len(queries)))
+    parts = torch.split(some, max(1, NUMBERS // (3 * len(places) * places[0].shape[1])))
+    found = _numbered([x for each in branches for x in each.relative(queries[part], keys[part])] for part in parts)
+    return found[of_pair], torch.empty(int(found.max()) + 1, dtype=torch.int64).scatter_(0, found, some)
 
 
-def _numbered(parts: Sequence[Tensor]) -> Tensor:
+def _numbered(parts: Iterable[list[Tensor]]) -> Tensor:
     """A number for each row of [rows, ...] tensors side by side, equal where rows are: int64 [rows]."""
     known: dict[bytes, int] = {}
-    rows = each_row(torch.cat(list(parts), dim=1))
+    rows = (row for part in parts for row in each_row(torch.cat(part, dim=1)))
     return torch.tensor([known.setdefault(row, len(known)) for row in rows], dtype=torch.int64)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -100,16 +100,48 @@ def _key(problem: Problem, order: str, tile: int) -> Hashable:
 
 
 def _tables(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
-    pattern, q_len, k_len, device = problem.pattern, problem.q_len, problem.k_len, problem.device
+    device, dtype = problem.device, sum_dtype(problem.dtype)
+    made = (_table(members, branches, *rows, dtype) for members, branches, rows in _branches(problem, order, tile))
+    return tuple(table if device.type == "cpu" else table.to(device) for table in made)
+
+
+def _branches(
+    problem: Problem, order: str, tile: int
+) -> Iterator[tuple[range, tuple[Branch, ...], tuple[Tensor, Tensor]]]:
+    """The classes of heads, the branches of each by tiles, and the rows of tiles of queries and keys."""
+    pattern, q_len, k_len = problem.pattern, problem.q_len, problem.k_len
     if permutation(token_order_of(pattern), pattern.natural, q_len) is not None:
         order = NATURAL  # tokens stored in another order are tiled as stored
     q_pos = k_pos = _tiled(permutation_of_queries(order, pattern.natural, q_len, k_len), q_len, tile)
     if q_len != k_len:
         k_pos = _tiled(permutation(order, pattern.natural, k_len), k_len, tile)
-    tokens, dtype = (torch.arange(q_len), torch.arange(k_len)), sum_dtype(problem.dtype)
-    made = _by_heads(pattern, q_len, k_len, problem.heads, None, tokens, (q_pos, k_pos), dtype)
-    return tuple(table if device.type == "cpu" else table.to(device) for table in made)
+    for members, offsets in head_classes(pattern, problem.heads):
+        reaches = pattern.reaches(torch.arange(q_len), torch.arange(k_len), q_len, k_len, offsets)
+        yield members, tuple(Branch.of(reach, q_pos, k_pos, k_len) for reach in reaches), (q_pos, k_pos)
 
+
+class Outline(NamedTuple):
+    """What is known of the tables of all classes of heads before their masks are computed.
+
+    Args:
+        pairs: whose boxes meet. kinds: of these pairs, at least as many as there are masks.
+        widest: the most key tiles of a query tile.
+    """
+
+    pairs: int
+    kinds: int
+    widest: int
+
+
+def _outline(problem: Problem, order: str, tile: int) -> Outline:
+    found = [pairs_of(branches) for _, branches, _ in _branches(problem, order, tile)]
+    counts = [(len(x.queries), len(x.examples), int(x.queries.bincount(minlength=1).max())) for x in found]
+    pairs, kinds, widest = zip(*counts)
+    return Outline(sum(pairs), sum(kinds), max(widest))
+
+
+#: The same, in a small part of the time.
+outline_of = device_cache.DeviceCache(_outline, _key)
 
 #: From a problem, order and tile a table for each class of heads, on the problem's device.
 tables_of = device_cache.DeviceCache(_tables, _key)
@@ -136,25 +168,12 @@ def tables_at(
     Returns:
         A table for each class of heads; heads and places are those of the tensors.
     """
-    rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
-    return tuple(_by_heads(pattern, length, length, heads, which, (queries, keys), rows, dtype))
-
-
-def _by_heads(
-    pattern: Pattern,
-    q_len: int,
-    k_len: int,
-    heads: int,
-    which: range | None,
-    tokens: tuple[Tensor, Tensor],
-    rows: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-) -> Iterator[TileTable]:
-    """A table for each class of heads, of queries and keys at these tokens, whose rows are tiled so."""
+    rows, found = (_tiled(None, len(queries), tile), _tiled(None, len(keys), tile)), []
     for members, offsets in head_classes(pattern, heads, which):
-        reaches = pattern.reaches(*tokens, q_len, k_len, offsets)
-        branches = tuple(Branch.of(reach, *rows, len(tokens[1])) for reach in reaches)
-        yield _table(members, branches, *rows, dtype)
+        reaches = pattern.reaches(queries, keys, length, length, offsets)
+        branches = tuple(Branch.of(reach, *rows, len(keys)) for reach in reaches)
+        found.append(_table(members, branches, *rows, dtype))
+    return tuple(found)
 
 
 def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import run as native
-from attn_dispatch.kernels.native.neighbours import neighbour_tables_at
-from attn_dispatch.kernels.native.tables import NativeTables
+from attn_dispatch.kernels.native.tables import NativeTables, neighbour_tables_at
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tiles
 from attn_dispatch.kernels.tiles.tables import TileTable, tables_at
