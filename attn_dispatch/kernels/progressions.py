@@ -50,14 +50,17 @@ class RowGroups(NamedTuple):
 def row_groups(bands: Sequence[Band], borders: Tensor, first_row: int = 0, first_column: int = 0) -> RowGroups:
     """The row groups of sequences that begin and end at `borders`; rows and columns are the tokens from given ones on.
 
+    Keys are tokens from 0 on; where queries are more, the first of them are tokens before.
+
     Between two consecutive segment borders of any bands, a row's residues decide which bands select it. Each such
     interval is split, by one prime factor of one rate at a time, until a band selects all rows of a part or none. The
     groups are sorted by their first row; some may have no run.
     """
     cuts = [(band.segment or OPEN, min(band.rate, band.segment or OPEN), band.offset) for band in bands]
     found = [_segment_starts(borders, w) for w in {w for w, _, _ in cuts}]
-    starts = torch.unique(torch.cat([torch.tensor([first_row]), *found]))
-    starts = starts[starts >= first_row]
+    begin = borders[:1].clamp(min=first_row)
+    starts = torch.unique(torch.cat([begin, *found]))
+    starts = starts[starts >= begin]
     ends = torch.cat([starts[1:], borders[-1:]])
     # Rows from `start` in steps of `step`, below `end`; `origin` is where their interval starts.
     parts = torch.stack([starts, torch.ones_like(starts), ends, starts], dim=1)
@@ -70,7 +73,7 @@ def row_groups(bands: Sequence[Band], borders: Tensor, first_row: int = 0, first
     runs = []
     for number, (band, (w, r, offset)) in enumerate(zip(bands, cuts)):
         segment, stop = _segment(origin, borders, w)
-        stop = stop if band.stop is None else stop.minimum(segment + band.stop)
+        stop = stop if band.stop is None else stop.minimum(segment.clamp(min=0) + band.stop)
         selected = (start - segment) % r == offset
         first = segment + offset
         first = first + -(-(first_column - first).clamp(min=0) // r) * r
@@ -86,7 +89,7 @@ def row_groups(bands: Sequence[Band], borders: Tensor, first_row: int = 0, first
 def most_row_groups(bands: Sequence[Band], rows: int) -> int:
     """Upper bound of the row groups of one sequence, without building them."""
     cuts = {(band.segment, min(band.rate, band.segment)) for band in bands if band.segment is not None}
-    intervals = 2 + sum(-(-rows // w) + 1 for w in {w for w, _ in cuts})
+    intervals = 1 + sum(-(-rows // w) + 1 for w in {w for w, _ in cuts})
     return min(rows, intervals * math.lcm(*(r for _, r in cuts)))
 
 
@@ -98,12 +101,10 @@ def _segment_starts(borders: Tensor, length: int) -> Tensor:
 
 
 def _segment(position: Tensor, borders: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The first token of the segment of each position, and the one after its last. Positions before the first token
-    are those of queries that are more than the keys.
-    """
-    sequence = torch.searchsorted(borders, position.contiguous(), right=True).clamp(min=1)
+    """The first token of the segment of each position, and the one after its last."""
+    sequence = torch.searchsorted(borders, position.contiguous(), right=True)
     base = borders[sequence - 1]
-    start = (base + (position - base) // length * length).maximum(base)
+    start = base + (position - base) // length * length
     return start, borders[sequence].minimum(start + length)
 
 

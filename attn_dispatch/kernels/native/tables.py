@@ -128,7 +128,7 @@ def _tables(problem: Problem, order: str) -> NativeTables:
     if grid is not None:
         return neighbour_tables(grid, problem.q_len, problem.heads, order if stored == NATURAL else stored, stored)
     ahead = problem.k_len - problem.q_len
-    return _in_steps(problem, torch.tensor([0, problem.k_len]), ahead)
+    return _in_steps(problem, torch.tensor([min(0, ahead), problem.k_len]), ahead)
 
 
 def _in_steps(problem: Problem, borders: Tensor, ahead: int = 0) -> NativeTables:
