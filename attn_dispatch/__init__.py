@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from attn_dispatch.profiling import profile
     from attn_dispatch.recording import record
     from attn_dispatch.ring.shards import Sharded, shard, shard_positions, unshard, weights_of
+    from attn_dispatch.spec.orders import Reordered, from_order, positions, to_order
     from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
     from attn_dispatch.spec.problem import Problem
-    from attn_dispatch.spec.reordered import Reordered, from_order, positions, to_order
 
 __all__ = [
     "AttnDispatchError",
@@ -83,10 +83,10 @@ _HOME = {
     "profile": "profiling",
     "record": "recording",
     "register": "kernels.registry",
-    "Reordered": "spec.reordered",
-    "from_order": "spec.reordered",
-    "positions": "spec.reordered",
-    "to_order": "spec.reordered",
+    "Reordered": "spec.orders",
+    "from_order": "spec.orders",
+    "positions": "spec.orders",
+    "to_order": "spec.orders",
     "Sharded": "ring.shards",
     "shard": "ring.shards",
     "shard_positions": "ring.shards",

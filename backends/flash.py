@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import refuse_tangents
-from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_scratch
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
-from attn_dispatch.kernels.device_cache import refuse_capture
+from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.machine import code_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
@@ -267,19 +266,13 @@ _PATTERNS = (Dense, Dilated, Window)
 BACKEND = Branched(
     "flash",
     (
-        Variant(FLASH4_BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", PACKAGE4, _PATTERNS, flash_scratch),
-        Variant(
-            FLASH4_BLACKWELL_256,
-            Flash4.of,
-            "flash-attn 4 on Blackwell with head_dim 256",
-            PACKAGE4,
-            scratch=flash_scratch,
-        ),
-        Variant(FLASH4_HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", PACKAGE4, _PATTERNS, flash_scratch),
-        Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS, flash_scratch),
-        Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS, flash_scratch),
+        Variant(FLASH4_BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", PACKAGE4, _PATTERNS),
+        Variant(FLASH4_BLACKWELL_256, Flash4.of, "flash-attn 4 on Blackwell with head_dim 256", PACKAGE4),
+        Variant(FLASH4_HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", PACKAGE4, _PATTERNS),
+        Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS),
+        Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS),
         # Last: flash-attn 2 has kernels built for these devices.
-        Variant(FLASH4_GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", PACKAGE4, _PATTERNS, flash_scratch),
+        Variant(FLASH4_GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", PACKAGE4, _PATTERNS),
     ),
     version,
 )
@@ -292,7 +285,7 @@ score_terms = ("softcap",)
 
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
-    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not compiled.is_noted(name, problem)
+    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem)
     return COMPILE_MS if compiles else 0.0
 
 
@@ -300,5 +293,5 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
     if first_call_ms(problem):
         refuse_capture(problem.device)
     found = BACKEND.run(q, k, v, problem, **tensors)
-    compiled.note(name, problem)
+    note(name, problem)
     return found

@@ -29,16 +29,20 @@ from attn_dispatch.kernels.contract import (
 )
 from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
 from attn_dispatch.kernels.flex import requirements
-from attn_dispatch.kernels.flex.blocks import blocks_of, distinct_heads
-from attn_dispatch.kernels.flex.mask import counts_above_one, multiplicity_function, score_function
+from attn_dispatch.kernels.flex.mask import (
+    blocks_of,
+    counts_above_one,
+    distinct_heads,
+    multiplicity_function,
+    score_function,
+)
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.environment import installed
-from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves
+from attn_dispatch.spec.orders import NATURAL, ORDERS, Reordered, permutation, places, serves, token_order_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered, token_order_of
 from attn_dispatch.text import gib
 
 name = "flex"
@@ -53,8 +57,6 @@ CUDA_HEAD_DIM = 16  #: the least for tl.dot
 CUDA_CAPABILITY = (7, 0)  #: the oldest that Triton supports
 CPU_COMPILE_MS = 15_000.0  #: of a C++ kernel
 CUDA_COMPILE_MS = 10_000.0  #: of a Triton kernel
-#: Query-key pairs of all heads checked for nonempty blocks where tokens are not in natural order.
-PAIRS_LIMIT = 2**31
 PATTERNS = (Dense, Window, Dilated, Neighborhood, Reordered)
 SPLITS = 1024  #: the most parts that the keys are split into for few queries, to use a whole GPU
 
@@ -75,8 +77,6 @@ def refusals(problem: Problem) -> list[Refusal]:
         return found + unknown
     if problem.q_len != problem.k_len and not isinstance(problem.pattern, Dense | Window):
         return [*found, Refusal("lengths", f"takes equal lengths here, not {problem.q_len} and {problem.k_len}")]
-    if not _countable(problem) and token_order_of(problem.pattern) != NATURAL:
-        found.append(Refusal("pattern", f"{problem.pattern} has over {PAIRS_LIMIT} query-key pairs to find its blocks"))
     needed = block_table_bytes(problem)
     if needed > TABLE_LIMIT:
         text = f"{problem.pattern} needs block tables of {gib(needed)}, over {gib(TABLE_LIMIT)}"
@@ -91,15 +91,8 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 def orders(problem: Problem) -> tuple[str, ...]:
     """Natural order, and orders in which there may be fewer blocks."""
-    few = _countable(problem)
-    found = [each for each in ORDERS if few and serves(each, problem.pattern) and each != NATURAL]
+    found = [each for each in ORDERS if serves(each, problem.pattern) and each != NATURAL]
     return (NATURAL, *(each for each in found if block_table_bytes(problem, each) <= TABLE_LIMIT))
-
-
-def _countable(problem: Problem) -> bool:
-    """Whether the blocks can be found where tokens are not in natural order."""
-    pairs = problem.heads * problem.q_len * problem.k_len
-    return isinstance(problem.pattern.natural, Neighborhood) or pairs <= PAIRS_LIMIT
 
 
 def _refuse_cpu(problem: Problem) -> list[Refusal]:
@@ -304,9 +297,10 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
 
     tables = None if _unmasked(problem) else _tables(problem, positions)
     attend: Any = library.flex_attention if compiling else _uncompiled
-    count = multiplicity_function(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads)
+    natural, device = problem.pattern.natural, problem.device
+    count = multiplicity_function(natural, problem.q_len, problem.k_len, problem.heads, device)
     as_stored = positions is None or token_order_of(problem.pattern) != NATURAL
-    repeated = count if counts_above_one(problem.pattern.natural) else None
+    repeated = count if counts_above_one(natural) else None
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.heads != problem.kv_heads}
     options.update(_lse_options(library, problem))
 

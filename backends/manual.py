@@ -19,7 +19,6 @@ from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec import tracing
-from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
 
 name = "manual"
@@ -48,8 +47,7 @@ def refusals(problem: Problem) -> list[Refusal]:
 def flops(problem: Problem) -> int:
     """Operations of one call; passes over the scores count as the operations possible in their time."""
     pairs = problem.batch * problem.heads * problem.q_len * problem.k_len
-    pattern = problem.pattern.natural
-    passes = PASSES + (COUNT_PASSES * len(pattern.branches) if isinstance(pattern, Dilated) else 0)
+    passes = PASSES + COUNT_PASSES * len(problem.pattern.natural.branches)
     return pairs * (4 * problem.head_dim + passes * PASS_FLOPS) * (7 if problem.needs_grad else 2) // 2
 
 

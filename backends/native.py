@@ -12,31 +12,21 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
-from attn_dispatch.kernels.contract import (
-    SCORE_TERMS,
-    Refusal,
-    Result,
-    refuse_device,
-    refuse_dropout,
-    refuse_dtype,
-    refuse_pattern,
-    refuse_ranks,
-)
+from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result, refuse_pattern
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.limits import ANY, Limits
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.run import (
-    BLOCK,
     DTYPES,
     HEAD_DIM,
     NO_ADDRESS,
     NativePasses,
     padded_width,
     pair_count,
-    state_bytes,
+    scratch_bytes,
     sums_apart,
     threads_per_key_head,
-    turn_bytes,
 )
 from attn_dispatch.kernels.native.run import (
     partial as partial,
@@ -44,21 +34,23 @@ from attn_dispatch.kernels.native.run import (
 from attn_dispatch.kernels.native.run import (
     specialized as specialized,
 )
-from attn_dispatch.kernels.native.steps import (
+from attn_dispatch.kernels.native.tables import (
     PERIOD_LIMIT,
+    NativeTables,
     dilation_period,
     document_tables,
     native_table_bytes,
     native_tables,
     neighborhood_and_order,
 )
-from attn_dispatch.kernels.native.tables import TILE, NativeTables
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 
 name = "native"
 score_terms = SCORE_TERMS
+
+LIMITS = Limits("cpu", dict.fromkeys(DTYPES, ANY), head_dim=HEAD_DIM, grad_lse=True, masks=True)
 
 
 def version() -> str:
@@ -67,17 +59,13 @@ def version() -> str:
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu",))
-    found += refuse_dtype(problem, DTYPES)
+    found = LIMITS.refusals(problem)
     if neighborhood_and_order(problem.pattern)[0] is None:
         found += refuse_pattern(problem, (Dense, Window, Dilated, Neighborhood))
-    if dilation_period(problem.pattern) > PERIOD_LIMIT:
-        tokens = dilation_period(problem.pattern)
+    if (tokens := dilation_period(problem.pattern)) > PERIOD_LIMIT:
         found.append(Refusal("pattern", f"its dilation rates repeat every {tokens} tokens, over {PERIOD_LIMIT}"))
     if problem.softcap and len(problem.score_terms) > 1:
         found.append(Refusal("scores", "caps scores, or adds to them, not both"))
-    if problem.head_dim > HEAD_DIM:
-        found.append(Refusal("head_dim", f"takes a head_dim up to {HEAD_DIM}, not {problem.head_dim}"))
     try:
         library.used_prebuilt()
     except ImportError as error:
@@ -108,26 +96,19 @@ def flops(problem: Problem) -> int:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    width = padded_width(problem.head_dim)
-    scratch = 4 * torch.get_num_threads() * (5 * width * TILE + 6 * BLOCK * max(TILE, width))
-    total = scratch + max(native_table_bytes(problem, order) for order in orders(problem))
-    total += state_bytes(problem) + turn_bytes(problem)
-    total += 4 * problem.batch * problem.heads * problem.q_len * (3 if problem.needs_grad else 1)
-    total += problem.batch * (problem.k_len * problem.has_key_mask + 8 * problem.has_seq_lens)
+    width, grads = padded_width(problem.head_dim), problem.needs_grad
+    total = scratch_bytes(problem) + max(native_table_bytes(problem, order) for order in orders(problem))
+    q, k = problem.batch * problem.heads * problem.q_len, problem.batch * problem.kv_heads * problem.k_len
+    total += 4 * q * (3 if grads else 1) + problem.batch * (problem.k_len * problem.has_key_mask + 8)
     # Rows with a last stride over 1 are copied; so may be out's gradient.
-    rows = (problem.q_len * problem.heads, problem.k_len * problem.kv_heads, problem.k_len * problem.kv_heads)
-    item = problem.batch * problem.head_dim * problem.dtype.itemsize
-    total += item * sum(n for n, kind in zip(rows, problem.strides) if kind[-1:] != "d")
+    item = problem.head_dim * problem.dtype.itemsize
+    total += item * (sum(n for n, kind in zip((q, k, k), problem.strides) if kind[-1:] != "d") + q * grads)
+    if grads:  # sums of every thread that has a key head, and their total
+        total += 4 * sums_apart(problem) or 8 * k * width * (1 + threads_per_key_head(problem)) + item * k
     if problem.bias:  # in float32, and its gradient before it is summed
-        pairs = problem.q_len * problem.k_len
-        total += 4 * pairs * math.prod(problem.bias) * 2 + copied_bytes(problem)
-        total += 4 * pairs * problem.batch * problem.heads * problem.bias_needs_grad
-    if problem.needs_grad:
-        total += item * rows[0]
-        apart, parts = sums_apart(problem), threads_per_key_head(problem)
-        total += 4 * apart
-        if not apart and (parts > 1 or width > problem.head_dim):  # all sums, and the total of dk's or dv's
-            total += 4 * problem.batch * rows[1] * width * (2 * parts + 2 * (parts > 1)) + item * rows[1]
+        pairs = 4 * problem.q_len * problem.k_len
+        total += pairs * (2 * math.prod(problem.bias) + problem.batch * problem.heads * problem.bias_needs_grad)
+        total += copied_bytes(problem)
     return total
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attn_dispatch.kernels.branches.backend import Branched, Variant, flash_scratch, flash_version
+from attn_dispatch.kernels.branches.backend import Branched, Variant, flash_version
 from attn_dispatch.kernels.branches.plan import plan_of
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CpuFlash, CudaEfficient, CudaFlash
 from attn_dispatch.spec.pattern import Dense, Dilated
@@ -12,7 +12,7 @@ BACKEND = Branched(
     "sdpa",
     (
         Variant(CPU_FLASH, lambda problem: CpuFlash()),
-        Variant(CUDA_FLASH, lambda problem: CudaFlash(), "flash", scratch=flash_scratch),
+        Variant(CUDA_FLASH, lambda problem: CudaFlash(), "flash"),
         # With masks this kernel is the candidate sdpa_efficient.
         Variant(CUDA_EFFICIENT._replace(masks=False), lambda problem: CudaEfficient(), "memory-efficient"),
     ),

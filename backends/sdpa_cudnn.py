@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.branches.backend import Branched, Variant, gradient_scratch, torch_version
+from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import DenseCall, Kernel, aten, heads_first, tokens_first, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
@@ -83,9 +83,7 @@ def refuse_old_cudnn(problem: Problem) -> list[Refusal]:
     return [Refusal("version", f"needs cuDNN {OLDEST} or newer, this PyTorch has {found}")]
 
 
-BACKEND = Branched(
-    "sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn(), scratch=gradient_scratch),), version, refuse_old_cudnn
-)
+BACKEND = Branched("sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn()),), version, refuse_old_cudnn)
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run

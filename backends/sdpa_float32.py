@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Variant
-from attn_dispatch.kernels.branches.plan import BranchPlan
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, DenseCall, Kernel
 from attn_dispatch.kernels.limits import HALF
@@ -42,23 +41,14 @@ def not_half(problem: Problem) -> list[Refusal]:
     return [Refusal("dtype", f"widens float16 and bfloat16 to float32, {name} is not half precision")]
 
 
-def widened_bytes(problem: Problem, plan: BranchPlan) -> int:
-    """Bytes of a piece's inputs and results in float32, for all query heads: keys may be copied to each."""
-    q = max(b.q.stop - b.q.start for b in plan.blocks)
-    k = max(b.k.stop - b.k.start for b in plan.blocks)
-    rows: int = (4 * q + 4 * k) if problem.needs_grad else (2 * q + 2 * k)
-    batch = min(plan.batch_step, problem.batch)
-    return batch * rows * problem.heads * (problem.head_dim + 1) * torch.float32.itemsize
-
-
 # The kernel computes in float32 whatever the input dtype.
 _CUDA = CUDA_EFFICIENT._replace(dtypes=dict.fromkeys(CUDA_EFFICIENT.dtypes, CUDA_EFFICIENT.dtypes[torch.float32]))
 
 BACKEND = Branched(
     "sdpa_float32",
     (
-        Variant(CPU_FLASH, lambda problem: Widened(CpuFlash()), scratch=widened_bytes),
-        Variant(_CUDA, lambda problem: Widened(CudaEfficient()), scratch=widened_bytes),
+        Variant(CPU_FLASH, lambda problem: Widened(CpuFlash())),
+        Variant(_CUDA, lambda problem: Widened(CudaEfficient())),
     ),
     also=not_half,
 )

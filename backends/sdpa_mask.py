@@ -61,11 +61,11 @@ def mask_bytes(problem: Problem) -> int:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    _, plan = _prepared(problem)
+    kernel, plan = _prepared(problem)
     counts = 0 if _is_plain(problem) else 16 * min(ROWS, problem.q_len) * problem.k_len
     # The CUDA kernel wants the mask in q's dtype.
     copies = 2 if problem.device.type == "cuda" else 1
-    return branches.workspace_bytes(problem, plan) + copies * mask_bytes(problem) + counts
+    return branches.workspace_bytes(problem, plan, kernel) + copies * mask_bytes(problem) + counts
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,17 +89,8 @@ def _prepared(problem: Problem) -> tuple[Kernel, BranchPlan]:
     plain = problem.heads == problem.kv_heads
     q, k = StridedRows(0, 1, problem.q_len), StridedRows(0, 1, problem.k_len)
     pieces = tuple(
-        Piece(
-            q,
-            k,
-            slice(heads.start, heads.stop, heads.step),
-            kv_heads_of(heads, problem, kernel.grouped),
-            is_causal=False,
-            fresh_q=True,
-            fresh_k=plain,
-            bias=i,
-        )
-        for i, heads in enumerate(_head_runs(problem))
+        Piece(q, k, slice(x.start, x.stop, x.step), kv_heads_of(x, problem, kernel.grouped), False, True, plain, number)
+        for number, x in enumerate(_head_runs(problem))
     )
     block = Block(slice(0, problem.q_len), slice(0, problem.k_len), pieces, covers_q=True, covers_k=plain)
     return kernel, BranchPlan.of((block,), problem.batch)

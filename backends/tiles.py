@@ -9,17 +9,16 @@ from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
 from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, kernel_of
 from attn_dispatch.kernels.hidden import Hidden
-from attn_dispatch.kernels.tiles import memory
+from attn_dispatch.kernels.tiles import estimates
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, tables_of
-from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, check, serves
+from attn_dispatch.spec.orders import NATURAL, ORDERS, Reordered, check, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 
 name = "tiles"
-all_orders = TOKEN_ORDERS
+all_orders = ORDERS
 
 PATTERNS = (Dense, Window, Dilated, Neighborhood, Reordered)
 #: Tile sizes, and the dense kernel's relative speed with each, gathering included (measured on AVX-512, float32).
@@ -38,16 +37,14 @@ def refusals(problem: Problem) -> list[Refusal]:
     pairs = max(_pairs(problem, order) for order in orders(problem))
     if pairs > PAIR_LIMIT:
         found.append(Refusal("pattern", f"{problem.pattern} makes about {pairs} pairs of tiles, over {PAIR_LIMIT}"))
-    pattern = problem.pattern.natural
-    if isinstance(pattern, Dilated) and len(pattern.branches) > MAX_BRANCHES:
-        text = f"takes {MAX_BRANCHES} branches, not {len(pattern.branches)}"
-        found.append(Refusal("pattern", text))
+    if (branches := len(problem.pattern.natural.branches)) > MAX_BRANCHES:
+        found.append(Refusal("pattern", f"takes {MAX_BRANCHES} branches, not {branches}"))
     return found
 
 
 def orders(problem: Problem) -> tuple[str, ...]:
     """Natural order, and orders in which there may be fewer tile pairs. `run` takes every token order."""
-    return tuple(order for order in TOKEN_ORDERS if serves(order, problem.pattern))
+    return tuple(order for order in ORDERS if serves(order, problem.pattern))
 
 
 def flops(problem: Problem, order: str = NATURAL) -> int:
@@ -58,7 +55,7 @@ def flops(problem: Problem, order: str = NATURAL) -> int:
 
 def workspace_bytes(problem: Problem) -> int:
     """The most bytes in any order of `orders`, tables included."""
-    return max(memory.workspace_bytes(problem, order, tile_size(problem, order)) for order in orders(problem))
+    return max(estimates.workspace_bytes(problem, order, tile_size(problem, order)) for order in orders(problem))
 
 
 def run(

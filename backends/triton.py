@@ -1,9 +1,9 @@
 """Fused Triton kernels for Dense, Window and Dilated: one online softmax over all branches of a tile of queries.
 
 Nothing is gathered, merged or converted in memory; besides results there are lse, one more sum per query, and lists of
-tiles. In `kernels/triton`, `work_list` computes the tiles, `launch_order` their order, and `forward` and `backward` are
-the kernels. Of few queries at the end of longer keys, `few_queries` reads the keys in parts, as many as keep the device
-busy, and once for all heads that share them.
+tiles. In `kernels/triton`, `work_list` computes the tiles, and `forward` and `backward` are the kernels. Of few
+queries at the end of longer keys, `few_queries` reads the keys in parts, as many as keep the device busy, and once for
+all heads that share them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
-from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
-from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
+from attn_dispatch.kernels.device_cache import DeviceCache, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import (
@@ -31,16 +29,9 @@ from attn_dispatch.kernels.triton.blocks import (
     BlockConfig,
     clipped,
     next_power_of_two,
+    padded,
     parts_of,
     precision,
-)
-from attn_dispatch.kernels.triton.key_parts import FEW_LANES, KeyParts, key_parts
-from attn_dispatch.kernels.triton.launch_order import (
-    L2Cache,
-    heads_in_turn,
-    launch_order_bytes,
-    launch_order_of,
-    offered_orders,
 )
 from attn_dispatch.kernels.triton.support import (
     FUSED,
@@ -53,24 +44,25 @@ from attn_dispatch.kernels.triton.support import (
     mask_bytes,
     masks_of,
     needs_wide_offsets,
-    padded_head_dim,
 )
 from attn_dispatch.kernels.triton.work_list import (
+    FEW_LANES,
+    KeyParts,
     Side,
     WorkList,
     covers,
+    heads_in_turn,
+    key_parts,
     largest_row_group,
     work_list_bytes,
     work_list_of,
 )
-from attn_dispatch.spec.orders import NATURAL, VISIT_ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
 
 name = "triton"
 shares_builds = True
-all_orders = (NATURAL, *VISIT_ORDERS)
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
 BUILDING = 8  #: 64-bit temporaries for one list
@@ -79,7 +71,7 @@ LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch version
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
 INTERPRETED = BlockConfig(64, 64, 4, 1)
-INTERPRETED_CACHE = L2Cache(2**14, 1)  #: so small that cache limits matter in small problems
+INTERPRETED_CACHE = 2**14  #: bytes, so few that cache limits matter in small problems
 
 
 def version() -> str:
@@ -101,9 +93,7 @@ def workspace_bytes(problem: Problem) -> int:
     sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
     if (parts := key_parts(problem)) is not None:
         sums += 4 * problem.batch * problem.kv_heads * parts.parts * FEW_LANES * (problem.head_dim + 2)
-    launched = {(each.side, block) for each in kernels_for(problem) for block in _fitting(each, problem)}
-    lists = _list_bytes(problem) + sum(launch_order_bytes(problem, side, block.rows) for side, block in launched)
-    return sums + lists * (BUILDING if problem.device.type == "cpu" else 1)
+    return sums + _list_bytes(problem) * (BUILDING if problem.device.type == "cpu" else 1)
 
 
 def flops(problem: Problem) -> int:
@@ -116,18 +106,9 @@ def flops(problem: Problem) -> int:
 
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time with an empty cache; 0 if this process has such kernels."""
-    if problem.device.type == "cpu" or compiled.is_noted(name, problem, _blocks(problem)):
+    if problem.device.type == "cpu" or is_noted(name, problem, _blocks(problem)):
         return 0.0
     return support.COMPILE_MS * len(kernels_for(problem))
-
-
-def orders(problem: Problem) -> tuple[str, ...]:
-    """The visit orders that may change the speed, natural order first."""
-    if key_parts(problem) is not None and not problem.needs_grad:
-        return (NATURAL,)
-    return offered_orders(
-        problem, _l2_cache(problem.device), -(-problem.q_len // block_configs(FORWARD, problem)[0].rows)
-    )
 
 
 def configuration(problem: Problem) -> str:
@@ -135,28 +116,23 @@ def configuration(problem: Problem) -> str:
     return "; ".join(f"{each.kernel} {block_configs(each, problem)[0]}" for each in kernels_for(problem))
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
-) -> tuple[Tensor, Tensor]:
-    if order not in all_orders:
-        raise InvalidInput(f"triton runs in one of {', '.join(map(repr, all_orders))}, not {order!r}")
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v)
     seq_lens, key_mask = masks_of(tensors)
-    call = Hidden.of(problem).around(_TritonPasses(problem, order, seq_lens, key_mask))
+    call = Hidden.of(problem).around(_TritonPasses(problem, seq_lens, key_mask))
     found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
-    compiled.note(name, problem, _blocks(problem))
+    note(name, problem, _blocks(problem))
     return found
 
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
     """The passes for queries that also see other keys (see `contract.Backend`)."""
-    kernels = _TritonPasses(problem, NATURAL, None, mask_bytes(key_mask))
+    kernels = _TritonPasses(problem, None, mask_bytes(key_mask))
     return Hidden.of(problem).around(kernels)
 
 
 def forget(problem: Problem) -> None:
-    for kept in (_on_device, _launched):
-        kept.forget(problem)
+    _on_device.forget(problem)
     _listed.forget(_on_cpu(problem))
 
 
@@ -185,14 +161,13 @@ class _TritonPasses:
     """A problem with its masks; `key_mask` is uint8, 0 for hidden keys."""
 
     problem: Problem
-    order: str
     seq_lens: Tensor | None
     key_mask: Tensor | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
         q, k, v = (x.resolve_neg() for x in (q, k, v))  # the kernels read memory as it is
-        parts = key_parts(problem) if self.order == NATURAL and self.seq_lens is None else None
+        parts = key_parts(problem) if self.seq_lens is None else None
         if parts is not None:
             return _in_parts(self, parts, q, k, v)
         (out,) = _results("queries", problem, q)
@@ -221,7 +196,7 @@ def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Ten
 
     problem, mask, device = call.problem, call.key_mask, q.device
     pairs, strided = problem.batch * problem.kv_heads, (q, k, v)
-    if not compiled.is_noted(name, problem, PARTS):
+    if not is_noted(name, problem, PARTS):
         refuse_capture(device)
     maxima, totals = torch.empty(2, pairs * parts.parts, FEW_LANES, dtype=torch.float32, device=device)
     sums = torch.empty(*maxima.shape, problem.head_dim, dtype=torch.float32, device=device)
@@ -230,7 +205,7 @@ def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Ten
     common: dict[str, Any] = {
         "GROUP": problem.heads // problem.kv_heads,
         "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": padded_head_dim(problem),
+        "BLOCK_D": padded(problem.head_dim),
         "ROWS": FEW_LANES,
     }
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -258,7 +233,7 @@ def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Ten
             num_warps=4,
             **FUSED,
         )
-    compiled.note(name, problem, PARTS)
+    note(name, problem, PARTS)
     return out, lse
 
 
@@ -292,14 +267,13 @@ def _launch_block(
     constants: dict[str, bool],
 ) -> None:
     problem, mask = call.problem, call.key_mask
-    kernel, work = each.load(), _on_device(problem, each.side, block, call.order)
+    kernel, work = each.load(), _on_device(problem, each.side, block)
     heads = problem.heads if each.side == "queries" else problem.kv_heads
-    launches = None if call.order == NATURAL else _launched(problem, each.side, block, call.order)
-    programs, repeated = (work.most_tiles, heads) if launches is None else (len(launches), 1)
-    if programs * repeated * problem.batch == 0:
+    programs = work.most_tiles
+    if programs * heads * problem.batch == 0:
         return
     block_d, rest_d = parts_of(problem.head_dim)
-    kernel[(programs * repeated * problem.batch,)](
+    kernel[(programs * heads * problem.batch,)](
         *tensors,
         call.seq_lens,
         mask,
@@ -307,7 +281,6 @@ def _launch_block(
         work.runs,
         work.first_tile,
         work.kind_of,
-        launches,
         *(stride for x in strided for stride in x.stride()),
         *((0, 0) if mask is None else mask.stride()),
         heads,
@@ -330,7 +303,6 @@ def _launch_block(
         KEY_MASK=mask is not None,
         PRECISION=precision(problem),
         WIDE=needs_wide_offsets(strided),
-        LISTED=launches is not None,
         num_warps=block.warps,
         num_stages=block.stages,
         **FUSED,
@@ -345,9 +317,9 @@ def _on_cpu(problem: Problem) -> Problem:
     return replace(problem, device=torch.device("cpu"))
 
 
-def _work_of(problem: Problem, side: Side, block: BlockConfig, order: str) -> WorkList:
+def _work_of(problem: Problem, side: Side, block: BlockConfig) -> WorkList:
     work = _listed(_on_cpu(problem), side, block.rows)
-    if order == NATURAL and _in_turn(problem, side)[1]:
+    if _in_turn(problem, side)[1]:
         work = work.longest_first(block.columns)
     return work.to(problem.device)
 
@@ -357,15 +329,7 @@ _on_device = DeviceCache(_work_of)
 
 @lru_cache(maxsize=4096)
 def _in_turn(problem: Problem, side: Side) -> tuple[int, bool]:
-    return heads_in_turn(problem, side, _l2_cache(problem.device))
-
-
-def _launches_of(problem: Problem, side: Side, block: BlockConfig, order: str) -> Tensor:
-    work = _listed(_on_cpu(problem), side, block.rows)
-    return launch_order_of(problem, side, work, order, _l2_cache(problem.device), block.warps).to(problem.device)
-
-
-_launched = DeviceCache(_launches_of)
+    return heads_in_turn(problem, side, _l2_bytes(problem.device))
 
 
 def _list_bytes(problem: Problem) -> int:
@@ -379,8 +343,7 @@ def kernels_for(problem: Problem) -> tuple[TritonKernel, ...]:
     return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
 
 
-def _l2_cache(device: torch.device) -> L2Cache:
+def _l2_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return INTERPRETED_CACHE
-    properties = torch.cuda.get_device_properties(device)
-    return L2Cache(int(getattr(properties, "L2_cache_size", LEAST_L2)), int(properties.multi_processor_count))
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", LEAST_L2))

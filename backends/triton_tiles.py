@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels import compiled
 from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.device_cache import is_noted, note
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
@@ -39,13 +39,13 @@ from attn_dispatch.kernels.triton.support import (
     masks_of,
     needs_wide_offsets,
 )
-from attn_dispatch.spec.orders import NATURAL, TOKEN_ORDERS, serves
+from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
 name = "triton_tiles"
 shares_builds = True
-all_orders = TOKEN_ORDERS
+all_orders = ORDERS
 
 PATTERNS = (Dilated, Neighborhood)  #: also within Reordered
 #: Tile sizes, and the assumed relative speed with each: 128 rows share what they read. Not measured.
@@ -73,9 +73,8 @@ def version() -> str:
 def refusals(problem: Problem) -> list[Refusal]:
     natural = problem.pattern.natural
     found = support.refusals(replace(problem, pattern=natural), PATTERNS)
-    if isinstance(natural, Dilated) and len(natural.branches) > MAX_BRANCHES:
-        text = f"takes {MAX_BRANCHES} branches, not {len(natural.branches)}"
-        found.append(Refusal("pattern", text))
+    if len(natural.branches) > MAX_BRANCHES:
+        found.append(Refusal("pattern", f"takes {MAX_BRANCHES} branches, not {len(natural.branches)}"))
     if not found:
         pairs = max(_pairs(problem, order) for order in orders(problem))
         every = pairs * len(head_classes(problem.pattern, problem.heads))
@@ -89,7 +88,7 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 def orders(problem: Problem) -> tuple[str, ...]:
     """Natural order, and orders in which there may be fewer tile pairs. `run` takes every token order."""
-    return tuple(order for order in TOKEN_ORDERS if serves(order, problem.pattern))
+    return tuple(order for order in ORDERS if serves(order, problem.pattern))
 
 
 def flops(problem: Problem, order: str = NATURAL) -> int:
@@ -101,7 +100,7 @@ def flops(problem: Problem, order: str = NATURAL) -> int:
 
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time with an empty cache; 0 if this process has such kernels."""
-    if problem.device.type == "cpu" or compiled.is_noted(name, problem, tile_size(problem, NATURAL)):
+    if problem.device.type == "cpu" or is_noted(name, problem, tile_size(problem, NATURAL)):
         return 0.0
     return support.COMPILE_MS * len(_kernels(problem))
 
@@ -139,7 +138,7 @@ def run(
     hidden = masks_of(tensors)
     call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
     found = differentiable(q, k, v, call, hidden) if problem.needs_grad else call.forward(q, k, v)
-    compiled.note(name, problem, tile)
+    note(name, problem, tile)
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import refuse_tangents
-from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_version, gradient_scratch
+from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, flash_version
 from attn_dispatch.kernels.dense import DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.machine.environment import installed
@@ -81,8 +81,8 @@ def version() -> str:
 BACKEND = Branched(
     "xformers",
     (
-        Variant(FLASH, lambda problem: MemoryEfficient(), "flash", PACKAGE, scratch=gradient_scratch),
-        Variant(CUTLASS, lambda problem: MemoryEfficient(), "cutlass", PACKAGE, scratch=gradient_scratch),
+        Variant(FLASH, lambda problem: MemoryEfficient(), "flash", PACKAGE),
+        Variant(CUTLASS, lambda problem: MemoryEfficient(), "cutlass", PACKAGE),
     ),
     version,
 )

@@ -77,12 +77,13 @@ class Kernel:
     """Dense attention.
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
-    takes the gradient of lse.
+    takes the gradient of lse. `allocates`: copies of rows, or sums in a wider dtype.
     """
 
     grouped = False
     masks = False
     takes_grad_lse = False
+    allocates = True
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         """out like q, or in `sum_dtype`, and lse [batch, heads, q_len].
@@ -114,6 +115,7 @@ class CpuFlash(Kernel):
     # Tested with 2.13; older releases get one key head per query head.
     grouped = VERSION >= (2, 13)
     masks = True
+    allocates = False
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         q, k, v = heads_first(call.q), heads_first(call.k), heads_first(call.v)

@@ -1,4 +1,4 @@
-"""Tables on a problem's device, made by a first call and kept for later ones.
+"""Tables on a problem's device, made by a first call and kept for later ones; and what its kernels are compiled for.
 
 Kernels of other streams, and CUDA graphs at each replay, may read a table after the call that used it. So it lies in no
 graph's memory, is complete before a call gets it, and is freed after the device's work; what a capture used never is.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import lru_cache
 from itertools import count
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
@@ -157,3 +158,56 @@ class DeviceCache(Generic[P, T]):
         if device.type in DEVICES:
             torch.cuda.synchronize(device)
         del self._tables[key]
+
+
+def kv_head_index(heads: range, group: int, device: torch.device) -> Tensor:
+    """The key head of each of these query heads, int64 on the device, cached. Nothing is copied from host memory, which
+    would wait for the device and cannot be captured in a CUDA graph.
+    """
+    if capturing(device):
+        return _kv_head_index(heads, group, device)  # not cached: the graph fills it at each replay, in its own memory
+    return _cached_kv_head_index(heads, group, device)
+
+
+@lru_cache(maxsize=1024)
+def _cached_kv_head_index(heads: range, group: int, device: torch.device) -> Tensor:
+    return made_on(device, _kv_head_index, heads, group, device)
+
+
+def _kv_head_index(heads: range, group: int, device: torch.device) -> Tensor:
+    return torch.arange(heads.start, heads.stop, heads.step, device=device) // group
+
+
+# --- compiled kernels -------------------------------------------------------------------------------------------------
+
+_compiled: set[Hashable] = set()  #: what kernels of this process are compiled for, or loaded from a cache on disk
+
+
+@lru_cache(maxsize=4096)
+def note(name: str, problem: Problem, more: Hashable = None) -> None:
+    """Note that a call of the problem has been made; `more`: what its kernels are compiled for besides.
+
+    Every call of a backend notes itself: the cache makes all but a problem's first cheap.
+    """
+    _compiled.add((name, kernel_class(problem), more))
+
+
+def is_noted(name: str, problem: Problem, more: Hashable = None) -> bool:
+    """Whether the kernels of a problem are compiled: a call with such kernels has been noted."""
+    return (name, kernel_class(problem), more) in _compiled
+
+
+@lru_cache(maxsize=4096)
+def kernel_class(problem: Problem) -> Hashable:
+    """What kernels are compiled for: neither lengths nor the number of heads."""
+    pattern = problem.pattern.natural
+    bands = pattern.bands(problem.q_len, problem.k_len, pattern.head_offsets(0, problem.heads)) or ()
+    sides = tuple((band.low is None, band.high is None) for band in bands)
+    masks = problem.has_seq_lens, problem.has_key_mask
+    results = problem.needs_grad, problem.return_lse, problem.deterministic
+    numbers = problem.dtype, problem.matmul_precision, problem.head_dim, problem.heads // problem.kv_heads
+    axes = len(pattern.branches), len(pattern.axes)
+    return problem.device, type(pattern), sides, axes, masks, results, numbers
+
+
+process_state.register(process_state.FACTS, _compiled.clear, note.cache_clear)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
-
-from attn_dispatch.spec.pattern import Dilated, Pattern
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Offsets
-
-if TYPE_CHECKING:
-    import torch
 
 Kind = tuple[Offsets, ...]  #: offsets of one query head, or of all query heads of one key head
 
@@ -29,18 +23,14 @@ def heads_by_kind(pattern: Pattern, heads: int, group: int = 1, which: range | N
     return found
 
 
-def heads_by_offset(pattern: Dilated, branch: int, heads: int) -> dict[int, range]:
+def heads_by_offset(pattern: Pattern, branch: int, heads: int) -> dict[int, range]:
     """The heads in a branch, by offset."""
     found: dict[int, list[int]] = {}
     for (offsets,), members in heads_by_kind(pattern, heads).items():
         if (offset := offsets[branch]) is not None:
             found.setdefault(offset, []).extend(members)
-    return {offset: progression(sorted(members)) for offset, members in found.items()}
-
-
-def progression(members: list[int]) -> range:
-    (run,) = progressions(members)  # heads with the same offset are always an arithmetic progression
-    return run
+    # Heads with the same offset are always an arithmetic progression.
+    return {offset: progressions(sorted(members))[0] for offset, members in found.items()}
 
 
 def progressions(members: list[int]) -> list[range]:
@@ -61,30 +51,6 @@ def kv_heads_of(heads: range, problem: Problem, grouped: bool) -> slice | tuple[
     if regular and (grouped or share == 1):
         return slice(distinct[0], distinct[-1] + 1, step)
     return tuple(read)
-
-
-def kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:
-    """The key head of each of these query heads, int64 on the device, cached. Nothing is copied from host memory, which
-    would wait for the device and cannot be captured in a CUDA graph.
-    """
-    from attn_dispatch.kernels.device_cache import capturing
-
-    if capturing(device):
-        return _kv_head_index(heads, group, device)  # not cached: the graph fills it at each replay, in its own memory
-    return _cached_kv_head_index(heads, group, device)
-
-
-@lru_cache(maxsize=1024)
-def _cached_kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:
-    from attn_dispatch.kernels.device_cache import made_on
-
-    return made_on(device, _kv_head_index, heads, group, device)
-
-
-def _kv_head_index(heads: range, group: int, device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.arange(heads.start, heads.stop, heads.step, device=device) // group
 
 
 def head_classes(pattern: Pattern, heads: int, which: range | None = None) -> list[tuple[range, Offsets]]:

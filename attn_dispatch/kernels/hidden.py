@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,15 +13,13 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.formula import multiplicity_of
-from attn_dispatch.kernels.heads import Kind, heads_by_kind
+from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.spec import tracing
-from attn_dispatch.spec.orders import permutation
-from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.orders import permutation, token_order_of
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reach import Band, Offsets
-from attn_dispatch.spec.reordered import token_order_of
 
-ENTRIES = 2**24  #: query-key pairs of a grid that are looked at at once
+ENTRIES = 2**24  #: query-key pairs that are looked at at once
 
 
 class Hidden(NamedTuple):
@@ -148,15 +147,20 @@ def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = 
     return problem.batch * ((keys + queries) * problem.head_dim * problem.dtype.itemsize + masks)
 
 
+@lru_cache(maxsize=4096)
 def may_hide(problem: Problem) -> bool:
     """Whether the pattern may hide a key: True wherever `unseen_keys` finds one, without a table of all tokens."""
-    group = problem.heads // problem.kv_heads
-    kinds, bands = _bands(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads, group)
-    if _at_end(problem.pattern.natural, problem.q_len, problem.k_len):
-        return True
-    if _segmented(bands):
-        return not _all_selected(kinds, bands)
-    return _covered(_runs(bands, problem.q_len, problem.k_len)) < problem.k_len
+    natural, q_len, k_len = problem.pattern.natural, problem.q_len, problem.k_len
+    if natural.axes:
+        return q_len < k_len  # each token of a grid sees itself
+    for kind in heads_by_kind(natural, problem.heads, problem.heads // problem.kv_heads):
+        bands = (band for offsets in kind for band in natural.bands(q_len, k_len, offsets) or ())
+        runs, covered = (band.run(range(q_len), k_len) for band in bands if band.rate == 1), 0
+        for run in sorted(runs, key=lambda run: run.start):
+            covered = max(covered, run.stop) if run.start <= covered else covered
+        if covered < k_len:
+            return True
+    return False
 
 
 def _key(problem: Problem) -> tuple[Pattern, int, int, int, int, torch.device]:
@@ -166,100 +170,23 @@ def _key(problem: Problem) -> tuple[Pattern, int, int, int, int, torch.device]:
 
 def _found_unseen(problem: Problem) -> Tensor | None:
     found = _find_unseen(*_key(problem))
-    return found if found is not None and found.any() else None
+    return found if found.any() else None
 
 
 _unseen = DeviceCache(_found_unseen, _key)
 
 
-def _find_unseen(
-    pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device
-) -> Tensor | None:
+def _find_unseen(pattern: Pattern, q_len: int, k_len: int, heads: int, group: int, device: torch.device) -> Tensor:
     """The same mask in the caller's modes, without a look at its values: it may hide no key."""
-    kinds, bands = _bands(pattern.natural, q_len, k_len, heads, group)
-    if isinstance(pattern, Neighborhood) and q_len < k_len:
-        return _unseen_of_grid(pattern, q_len, k_len).to(device)[None, :, None, None]
-    if not _segmented(bands):
-        return _outside(_runs(bands, q_len, k_len), k_len, device)
-    at = permutation(token_order_of(pattern), pattern.natural, k_len)
-    at = torch.arange(k_len, device="cpu") if at is None else at
-    seen = []
-    for kind, members in sorted(kinds.items(), key=lambda item: item[1]):
-        every = {band for offsets in kind for band in bands[offsets]}
-        if q_len < k_len:
-            some = [band.seen(torch.arange(q_len, device="cpu"), k_len) for band in every]
-        else:
-            some = [band.selected(at) for band in every]  # a token that a branch selects sees itself there
-        seen += [(member, torch.stack(some).any(0)) for member in members]
-    return ~torch.stack([each for _, each in sorted(seen, key=lambda item: item[0])], 1)[None, :, :, None].to(device)
-
-
-def _at_end(natural: Pattern, q_len: int, k_len: int) -> bool:
-    """Whether the queries are the last tokens of segments or of a grid."""
-    return q_len < k_len and isinstance(natural, Dilated | Neighborhood)
-
-
-def _unseen_of_grid(pattern: Neighborhood, q_len: int, k_len: int) -> Tensor:
-    """Bool [k_len]: tokens of a grid that none of its last `q_len` tokens sees."""
-    rows, width = pattern.grid[0], k_len // pattern.grid[0]
-    keys, at = torch.arange(k_len, device="cpu"), torch.arange(rows, device="cpu")
-    # On every axis a coordinate sees itself (a stride is at most the window), so that a whole row sees whole rows.
-    first, partly = divmod(k_len - q_len, width)
-    whole = at[first + (partly > 0) :]
-    seen = pattern.axes[0].sees(whole[:, None], at).any(0).repeat_interleave(width)
-    step = max(1, ENTRIES // k_len)
-    for start in range(0, width - partly if partly else 0, step):
-        queries = torch.arange(start, min(start + step, width - partly), device="cpu")
-        (reach,) = pattern.reaches(queries, keys, q_len, k_len, ())
-        seen |= reach.sees().any(0)
-    return ~seen
-
-
-def _bands(
-    natural: Pattern, q_len: int, k_len: int, heads: int, group: int
-) -> tuple[dict[Kind, list[int]], dict[Offsets, tuple[Band, ...]]]:
-    """Key heads by kind, and the bands of each.
-
-    A neighbourhood gets one unbounded band: each of its tokens sees itself, so no key is hidden.
-    """
-    kinds = heads_by_kind(natural, heads, group)
-    return kinds, {
-        offsets: natural.bands(q_len, k_len, offsets) or (Band(),) * (not offsets) for kind in kinds for offsets in kind
-    }
-
-
-def _segmented(bands: Mapping[Offsets, tuple[Band, ...]]) -> bool:
-    return any(band.segment is not None for some in bands.values() for band in some)
-
-
-def _all_selected(kinds: Mapping[Kind, list[int]], bands: Mapping[Offsets, tuple[Band, ...]]) -> bool:
-    """Whether each key head has a query head in a branch of rate 1, which selects every token."""
-    return all(any(band.rate == 1 for offsets in kind for band in bands[offsets]) for kind in kinds)
-
-
-def _runs(bands: Mapping[Offsets, tuple[Band, ...]], q_len: int, k_len: int) -> list[range]:
-    """The runs of keys that queries see, sorted by start."""
-    runs = [band.run(range(q_len), k_len) for some in bands.values() for band in some]
-    return sorted(runs, key=lambda run: run.start)
-
-
-def _covered(runs: list[range]) -> int:
-    """The number of keys from 0 on that the runs cover without a gap."""
-    covered = 0
-    for run in runs:
-        covered = max(covered, run.stop) if run.start <= covered else covered
-    return covered
-
-
-def _outside(runs: list[range], k_len: int, device: torch.device) -> Tensor | None:
-    """Keys in none of these runs, bool [1, k_len, 1, 1]; None: none."""
-    if _covered(runs) == k_len:
-        return None
-    at = torch.arange(k_len, device=device)
-    found = torch.ones_like(at, dtype=torch.bool)
-    for run in runs:
-        found &= (at < run.start) | (at >= run.stop)
-    return found[None, :, None, None]
+    natural, columns = pattern.natural, dict[int, Tensor]()
+    with torch.device("cpu"):
+        queries = torch.arange(q_len)
+        for kind, members in heads_by_kind(natural, heads, group).items():
+            seen = torch.stack([natural.seen(queries, q_len, k_len, offsets) for offsets in set(kind)]).any(0)
+            columns |= dict.fromkeys(members, seen)
+        hidden = ~torch.stack([columns[head] for head in sorted(columns)], dim=1)
+    at = permutation(token_order_of(pattern), natural, k_len)
+    return (hidden if at is None else hidden[at])[None, :, :, None].to(device)
 
 
 def _zeroed(x: Tensor, where: Tensor | None) -> Tensor:

@@ -38,14 +38,13 @@ class Limits(NamedTuple):
         device: the device type.
         dtypes: supported dtypes, each with its lowest compute capability.
         highest: the newest supported compute capability.
-        head_dim: the largest, in elements; `grad_head_dim` where gradients are needed, if smaller.
+        head_dim: the largest, in elements.
         least_head_dim: the smallest.
         gap: head_dims without a backward pass on some devices.
         grad_lse: whether its backward pass takes a gradient of lse; others need one more column of head_dim.
         repeatable_head_dim: the largest with a bitwise deterministic backward pass; 0: none.
         masks: whether it supports `seq_lens` and `key_mask`.
         softcap: whether it caps scores, of a backend that does.
-        gradients: whether it has a backward pass.
         fewest_keys: the fewest keys of one call.
         most_rows: the most batch rows of one call; each segment counts as a row.
         platforms: supported values of `sys.platform`; empty: all.
@@ -59,13 +58,11 @@ class Limits(NamedTuple):
     highest: Capability | None = None
     head_dim: int | None = None
     least_head_dim: int = 1
-    grad_head_dim: int | None = None
     gap: Gap | None = None
     grad_lse: bool = False
     repeatable_head_dim: int | None = None
     masks: bool = False
     softcap: bool = True
-    gradients: bool = True
     fewest_keys: int = 1
     most_rows: int | None = None
     platforms: tuple[str, ...] = ()
@@ -79,7 +76,7 @@ class Limits(NamedTuple):
             if active or asked:
                 return self._replaced(problem, active, asked)
         found = refuse_ranks(problem) + refuse_dropout(problem) + self._platform() + self._device(problem)
-        found += refuse_dtype(problem, self.dtypes) + self._head_dim(problem) + self._gradients(problem)
+        found += refuse_dtype(problem, self.dtypes) + self._head_dim(problem) + self._determinism(problem)
         if problem.masked and not self.masks:
             found.append(Refusal("mask", "takes no mask, which seq_lens and key_mask need"))
         if problem.softcap and not self.softcap:
@@ -134,14 +131,11 @@ class Limits(NamedTuple):
         return []
 
     def _head_dim(self, problem: Problem) -> list[Refusal]:
-        largest, grad = self.head_dim, ""
-        if problem.needs_grad and self.grad_head_dim is not None:
-            largest, grad = self.grad_head_dim, " where gradients are needed"
         if problem.head_dim < self.least_head_dim:
             return [Refusal("head_dim", f"takes a head_dim of {self.least_head_dim} or more, not {problem.head_dim}")]
         more = ", and one more for the gradient of lse" if self._column(problem) else ""
-        if largest is not None and problem.head_dim + self._column(problem) > largest:
-            return [Refusal("head_dim", f"takes a head_dim up to {largest}{grad}, not {problem.head_dim}{more}")]
+        if self.head_dim is not None and problem.head_dim + self._column(problem) > self.head_dim:
+            return [Refusal("head_dim", f"takes a head_dim up to {self.head_dim}, not {problem.head_dim}{more}")]
         return self._in_gap(problem, more)
 
     def _column(self, problem: Problem) -> int:
@@ -157,13 +151,11 @@ class Limits(NamedTuple):
         text = f"has no backward pass for a head_dim of {self.gap.above + 1} to {self.gap.upto} on compute capability"
         return [Refusal("head_dim", f"{text} {dotted(has)}, asked for {problem.head_dim}{more}")]
 
-    def _gradients(self, problem: Problem) -> list[Refusal]:
-        if not problem.needs_grad:
-            return []
-        if not self.gradients:
-            return [Refusal("gradients", "has no backward pass")]
+    def _determinism(self, problem: Problem) -> list[Refusal]:
         largest = self.repeatable_head_dim
-        if not problem.deterministic or largest is None or problem.head_dim + self._column(problem) <= largest:
+        if not (problem.needs_grad and problem.deterministic) or largest is None:
+            return []
+        if problem.head_dim + self._column(problem) <= largest:
             return []
         where = f" past a head_dim of {largest}" if largest else ""
         return [Refusal("deterministic", f"has no deterministic backward pass{where}")]

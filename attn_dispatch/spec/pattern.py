@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import ascending, boolean, choice, integer, integers, neighborhood
-from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_reach
+from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_reach, grid_seen
 from attn_dispatch.text import where_true
 
 if TYPE_CHECKING:
@@ -31,6 +31,16 @@ class Pattern(ABC):
     def natural(self) -> Pattern:
         """The pattern on tokens in natural order: itself, except for `Reordered`."""
         return self
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """(segment length, dilation rate) of each branch of a dilated pattern; else empty."""
+        return ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of a neighbourhood's grid; else empty."""
+        return ()
 
     def multiplicity(
         self,
@@ -110,6 +120,17 @@ class Pattern(ABC):
     def pairs(self, q_len: int, k_len: int, offsets: Offsets) -> int:
         """Query-key pairs of a head with these offsets, each as often as the query sees the key."""
         return sum(band.pairs(q_len, k_len) for band in self.bands(q_len, k_len, offsets) or ())
+
+    def seen(self, queries: Tensor, q_len: int, k_len: int, offsets: Offsets) -> Tensor:
+        """Bool [k_len]: keys that at least one of these queries of a head with these offsets sees.
+
+        Args:
+            queries: int64 positions.
+        """
+        import torch
+
+        bands = self.bands(q_len, k_len, offsets) or ()
+        return torch.stack([queries.new_zeros(k_len) > 0, *(band.seen(queries, k_len) for band in bands)]).any(0)
 
     def lengthened(self, length: int, longer: int) -> Pattern | None:
         """The pattern where the sequence grows from `length` keys to `longer`; None where it fixes their number."""
@@ -258,7 +279,6 @@ class Dilated(Pattern):
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
-        """(segment length, dilation rate) of each branch."""
         return tuple(zip(self.segment_lengths, self.dilation_rates))
 
     def head_offset(self, branch: int, head: int, heads: int) -> int | None:
@@ -397,6 +417,9 @@ class Neighborhood(Pattern):
             stride //= axis.size
             seen *= axis.counts()[places // stride % axis.size]
         return int(seen.sum())
+
+    def seen(self, queries: Tensor, q_len: int, k_len: int, offsets: Offsets) -> Tensor:
+        return grid_seen(self.axes, queries + (k_len - q_len))
 
     def lengthened(self, length: int, longer: int) -> None:
         return None

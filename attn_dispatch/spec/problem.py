@@ -18,8 +18,8 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import boolean, integer, number
 from attn_dispatch.spec.groups import SCORE_TERMS, key_of
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import (
     DTYPES,
     LAYOUTS,

@@ -7,6 +7,7 @@ axis of a grid) describe them without tensors.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -86,12 +87,14 @@ class Band(NamedTuple):
 
     def reach(self, queries: Tensor, keys: Tensor, k_len: int) -> Reach:
         """The normal form for queries and keys at these positions (int64)."""
+        import torch
+
         first, last = self.between(queries, k_len)
         if self.rate == 1:
             return Reach((first,), (last,), (keys,))
-        # Second axis: 0 where selected; other queries have 1 and other keys 2, which no token of the other side has.
+        # Second axis: selected keys are at 0, which selected queries see; others see none.
         query, key = ((~self.selected(tokens)).long() for tokens in (queries + self.ahead, keys))
-        return Reach((first, query), (last, query), (keys, 2 * key))
+        return Reach((first, torch.zeros_like(query)), (last, -query), (keys, key))
 
     def run(self, queries: range, k_len: int) -> range:
         """The range from the first to the last key that consecutive queries see, selected or not."""
@@ -220,3 +223,28 @@ def grid_reach(axes: tuple[Axis, ...], queries: Tensor, keys: Tensor) -> Reach:
             first, last, at = [residue, *first], [residue, *last], [y % axis.dilation, *at]
         stride *= axis.size
     return Reach(tuple(first), tuple(last), tuple(at))
+
+
+def grid_seen(axes: tuple[Axis, ...], queries: Tensor) -> Tensor:
+    """Bool [tokens]: keys that at least one of these queries sees, axis by axis.
+
+    Args:
+        queries: int64 positions.
+    """
+    import torch
+
+    sizes = tuple(axis.size for axis in axes)
+    found = torch.zeros(math.prod(sizes), dtype=torch.bool).index_fill_(0, queries, 1).view(sizes)
+    for number, axis in enumerate(axes):
+        low, high = axis.bounds()
+        lines = found.movedim(number, -1).int()
+        seen = torch.zeros(lines.shape, dtype=torch.bool)
+        for start in range(min(axis.dilation, axis.size)):
+            members = lines[..., start :: axis.dilation]
+            count = members.shape[-1]
+            edges = torch.zeros(*members.shape[:-1], count + 1, dtype=torch.int32)
+            edges.index_add_(-1, low[start :: axis.dilation].clamp(min=0), members)
+            edges.index_add_(-1, high[start :: axis.dilation].clamp(max=count - 1) + 1, -members)
+            seen[..., start :: axis.dilation] = edges[..., :-1].cumsum(-1) > 0
+        found = seen.movedim(-1, number)
+    return found.reshape(-1)

@@ -21,10 +21,9 @@ from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_
 from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.machine.memory import available_bytes
-from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.orders import NATURAL, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import DTYPES, randn, stride_class
 from attn_dispatch.text import gib
 from attn_dispatch.tuning.example import Example, score_tensors

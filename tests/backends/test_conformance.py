@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
@@ -164,21 +163,6 @@ def test_chosen_cases_have_every_pair() -> None:
     assert len(few) < len(ROWS) / 5
 
 
-@pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize("backend", HERE)
-def test_chosen_cases_compute_everything_supported(backend: str) -> None:
-    """Each pattern, dtype, kind of masks and direction supported in any case is in a chosen, supported case."""
-
-    def computed(rows: Iterable[tuple[Any, ...]]) -> set[tuple[str, Hashable]]:
-        refusals, found = registry.load(backend).refusals, set()
-        for case, dtype, name, direction in rows:
-            if name == backend and not refusals(case.problem(dtype, needs_grad=direction == "backward")):
-                found |= {*case.factors.items(), ("dtype", dtype), ("direction", direction)}
-        return found
-
-    assert computed(chosen(PARAMETERS)) == computed(ROWS)
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -202,36 +186,6 @@ def test_refuses_every_cpu(backend: str) -> None:
     for case in CASES:
         found = registry.load(backend).refusals(case.problem(torch.float16, needs_grad=True))
         assert ELSEWHERE[backend] in {refusal.code for refusal in found}
-
-
-@pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in HERE]
-)
-def test_a_gradient_of_lse_alone(backend: str) -> None:
-    """A loss of lse alone must reach q and k, and gives v a zero gradient."""
-    case = next(case for case in CASES if case.id == "longnet-ragged-causal")
-    problems = [case.problem(dtype, needs_grad=True) for dtype in DTYPES]
-    problem = next(each for each in problems if not registry.load(backend).refusals(each))
-    expected = gate(problem)
-    result = registry.load(backend).run(expected.example.q, expected.example.k, expected.example.v, problem)
-    assert isinstance(result, tuple)
-    inputs = (expected.example.q, expected.example.k, expected.example.v)
-    dq, dk, dv = torch.autograd.grad(result[1], inputs, expected.grad_lse, materialize_grads=True)
-    exact = grads_of_manual(expected)
-    assert not dv.any()
-    for found, right, name in ((dq, exact[0], "dq"), (dk, exact[1], "dk")):
-        assert float((found - right).abs().max()) <= expected.expected[name].tolerance
-
-
-def grads_of_manual(expected: Oracle) -> tuple[Tensor, ...]:
-    """dq and dk of the gate's gradient of lse alone, in float64 by the plain formula."""
-    example = expected.example
-    q, k, v = (x.detach().double().requires_grad_() for x in (example.q, example.k, example.v))
-    result = registry.load("manual").run(q, k, v, replace(example.problem, dtype=torch.float64))
-    assert isinstance(result, tuple)
-    assert expected.grad_lse is not None
-    return torch.autograd.grad(result[1], (q, k), expected.grad_lse.double())
 
 
 def test_gradient_through_lse_of_manual_is_the_numerical_one() -> None:

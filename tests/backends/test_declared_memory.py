@@ -137,3 +137,16 @@ def test_a_call_takes_no_more_than_declared(
     assert taken <= declared
     if name != "native":  # whose tables stay from call to call, so that building them counts in neither
         assert taken < MATTERS or declared <= LOOSE * taken
+
+
+def test_a_mask_of_dilated_keys_takes_memory_linear_in_the_length() -> None:
+    """PyTorch's kernel for CPUs copies a mask with gaps for every query."""
+
+    def peak(length: int) -> int:
+        q, mask = torch.ones(1, length, 1, 8), torch.ones(1, length, dtype=torch.bool)
+        problem = Problem.of(q, q, q, Dilated((length,), (2,)), key_mask=mask)
+        found = allocated_peak(lambda: registry.load("sdpa").run(q, q, q, problem, key_mask=mask))[1]
+        assert found is not None
+        return found
+
+    assert peak(8192) < 3 * peak(4096)  # four times as much if quadratic

@@ -22,10 +22,9 @@ from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.flex import requirements
-from attn_dispatch.machine.memory import peak_bytes
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.oracle import Oracle
@@ -179,30 +178,6 @@ def test_each_problem_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.functions[0].__code__ is not compiler.functions[1].__code__
 
 
-def test_a_call_that_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    Compiler(monkeypatch)
-
-    def broken(*inputs: Any, **options: Any) -> Any:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", broken)
-    with pytest.raises(RuntimeError, match="no"):
-        call(problem(length=8))
-    assert flex.first_call_ms(problem(length=8)) > 0
-
-
-def test_lse_options_of_each_release() -> None:
-    class Request(tuple[bool, ...]):
-        def __new__(cls, lse: bool) -> Request:
-            return super().__new__(cls, (lse,))
-
-    wants = problem(return_lse=True)
-    assert flex._lse_options(object(), wants) == {"return_lse": True}
-    newer = type("Newer", (), {"AuxRequest": Request})
-    assert flex._lse_options(newer, wants) == {"return_aux": Request(lse=True)}
-    assert flex._lse_options(newer, problem()) == {}
-
-
 def test_block_tables_match_torch() -> None:
     """For a pattern with exactly known blocks they equal torch's, computed from the whole mask."""
     library = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -300,33 +275,6 @@ def test_compiled_up_to_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(found) == {"out", "lse", "dq", "dk", "dv"}
 
 
-CUDA_CASES = (
-    Case("dilated", LONGNET, (2, 500, 8, 64), kv_heads=2),
-    Case("dilated-masks", LONGNET, (2, 300, 4, 32), key_mask=True, seq_lens=True),
-    Case("shift", Neighborhood((18, 20), (5, 7), (2, 1), (False, True), "shift"), (2, 360, 4, 64)),
-    Case("rows-without-keys", Dense(is_causal=True), (1, 600, 2, 64), k_len=200),
-    Case("odd-head-dim", Window(100, 30), (1, 333, 2, 33)),
-    Case("one-query", Window(700, 0), (2, 1, 8, 64), k_len=1500, kv_heads=2),
-)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.id)
-def test_compiled_on_cuda(case: Case, dtype: torch.dtype) -> None:
-    of = case.problem(dtype, needs_grad=True, device="cuda:0")
-    assert flex.refusals(of) == []
-    gate = Oracle.of(make(of))
-    gate.run(FLEX)
-    found, peak = peak_bytes(lambda: gate.run(FLEX), of.device)
-    assert gate.check(found).failures == ()
-    assert set(found) == {"out", "lse", "dq", "dk", "dv"}
-    lse_bytes = found["lse"].numel() * found["lse"].itemsize
-    assert peak is not None
-    assert peak <= flex.workspace_bytes(of) + of.result_bytes + lse_bytes
-
-
 # --- token orders -----------------------------------------------------------------------------------------------------
 
 IN_ORDER = [
@@ -366,24 +314,8 @@ def test_reordered_tokens(
     assert expected.check(expected.run(FLEX)).failures == ()
 
 
-def test_too_many_pairs_for_another_order() -> None:
-    cached = problem(Reordered(Window(20, 3), "hilbert"), 2**16)
-    assert "pattern" in codes(cached)
-    assert "pattern" not in codes(replace(cached, pattern=Window(20, 3)))
-
-
 @pytest.mark.full
 def test_a_compiled_kernel_in_hilbert_order() -> None:
     asked = Case("", IN_ORDER[0][1], (1, 135, 2, 16)).problem(torch.float32, needs_grad=False)
     expected = gate(replace(asked, return_lse=False))
     assert expected.check(expected.run(FLEX, "hilbert")).failures == ()
-
-
-def test_residue_order_is_offered_up_to_the_pair_limit() -> None:
-    def offered(tokens: int) -> tuple[str, ...]:
-        return flex.orders(
-            Case("", Dilated((4096,), (4,)), (1, tokens, 8, 16)).problem(torch.float32, needs_grad=False)
-        )
-
-    assert offered(8192) == ("natural", "residue")
-    assert offered(32768) == ("natural",)

@@ -129,11 +129,3 @@ def test_an_import_that_works_clears_its_strikes(install: Callable[[str], Path])
     assert len(quarantine.strikes()) == 1
     attend(*qkv())
     assert quarantine.strikes() == []
-
-
-def test_the_mode_off_writes_nothing(install: Callable[[str], Path], set_mode: Callable[[str], None]) -> None:
-    set_mode("off")
-    imports = install("raise SystemExit(3)")
-    attend(*qkv())
-    assert imports.read_text() == "x"
-    assert not cache_folder().exists()

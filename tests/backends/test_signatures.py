@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from inspect import Signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ import torch
 from attn_dispatch.backends import flash, sdpa_cudnn, xformers
 from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches import backend as branched
-from attn_dispatch.kernels.dense import DenseCall, Kernel
 from attn_dispatch.machine import environment
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing.cases import Case
@@ -140,46 +138,3 @@ def test_ops_of_pytorch(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = libraries.cudnn_ops(4) if adapter == "cudnn" else made[adapter]()
     monkeypatch.setattr(module, "aten", ops)
     record(adapter, ops, monkeypatch).check(lambda name: signatures.of_schema(getattr(torch.ops.aten, name).default))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "masked"),
-    [
-        (dense.CudaFlash(), False),
-        (dense.CudaEfficient(), False),
-        (dense.CudaEfficient(), True),
-        (sdpa_cudnn.Cudnn(), False),
-    ],
-    ids=["flash", "efficient", "efficient-mask", "cudnn"],
-)
-def test_ops_of_pytorch_take_the_tensors(kernel: Kernel, masked: bool) -> None:
-    """On tensors without data, PyTorch checks types and works out shapes."""
-    q, k, v = (torch.empty(2, 40, heads, 20, dtype=torch.float16, device="meta") for heads in (4, 2, 2))
-    if not kernel.grouped:
-        k = v = torch.empty_like(q)
-    mask = torch.empty(2, 1, 40, 40, device="meta") if masked else None
-    call = DenseCall(q, k, v, not masked, 0.3, mask)
-    out, lse = kernel.forward(call)
-    grads = kernel.backward(call, out, out, lse)
-    assert (out.shape, lse.shape) == (q.shape, (2, 4, 40))
-    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
-
-
-def test_a_renamed_parameter_is_noticed() -> None:
-    """The test itself: a call that binds to other parameters than the adapter means fails."""
-    recorder = Recorder()
-
-    def library(q: int, scale: float = 1.0, causal: bool = False) -> None: ...
-
-    functions = SimpleNamespace(f=library, g=library)
-    recorder.around(functions, pytest.MonkeyPatch())
-    functions.f(1, scale=2.0)
-    functions.g(1, 2.0, causal=True)
-    recorder.check(
-        lambda name: signatures.of_source("def f(q, scale=1.0, causal=0): ...\ndef g(q, scale, causal): ...", name)
-    )
-    for other in ("def f(q, *, scale): ...\ndef g(q, causal, scale): ...", "def f(q): ...\ndef g(q): ..."):
-        with pytest.raises((TypeError, AssertionError)):
-            recorder.check(lambda name, other=other: signatures.of_source(other, name))  # type: ignore[misc]
-    with pytest.raises(LookupError):
-        recorder.check(lambda name: signatures.of_source("", name))

@@ -12,8 +12,8 @@ from torch import Tensor
 from attn_dispatch import Dense, Dilated, Window, attend, record
 from attn_dispatch.backends import manual, native
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.kernels.native import steps
-from attn_dispatch.kernels.native.steps import document_tables, native_tables
+from attn_dispatch.kernels.native import tables
+from attn_dispatch.kernels.native.tables import document_tables, native_tables
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from tests.call.test_packing import HEADS, IDS, LENGTH, PATTERNS, Three, expected, tensors
@@ -101,8 +101,8 @@ def test_documents_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) 
     ids = torch.repeat_interleave(torch.arange(7), torch.tensor([20, 70, 5, 1, 64, 30, 10]))[None]
     results = []
     for most in (1, 80, 1000):
-        monkeypatch.setattr(steps, "NEIGHBOURS", most)
-        steps.document_tables.cache_clear()
+        monkeypatch.setattr(tables, "NEIGHBOURS", most)
+        tables.document_tables.cache_clear()
         out, lse = attend(given[0], given[1], given[2], pattern, documents=ids, backend="native", return_lse=True)
         results.append(
             [out, lse, *torch.autograd.grad((out, lse), given, (torch.ones_like(out), torch.ones_like(lse)))]
@@ -112,7 +112,7 @@ def test_documents_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) 
     exact = [*right, *torch.autograd.grad(right, wide, [torch.ones_like(x) for x in right])]
     assert all(close(x, y) for found in results for x, y in zip(found, exact))
     assert len(document_tables(Problem.of(given[0], given[1], given[2], pattern), (20, 70, 5))) == 1
-    steps.document_tables.cache_clear()
+    tables.document_tables.cache_clear()
 
 
 @able
@@ -122,11 +122,11 @@ def test_rounded_gradients_of_documents_in_groups(monkeypatch: pytest.MonkeyPatc
     ids = torch.repeat_interleave(torch.arange(7), torch.tensor([20, 70, 5, 1, 64, 30, 10]))[None]
     found = []
     for most in (1, 80, 1000):
-        monkeypatch.setattr(steps, "NEIGHBOURS", most)
-        steps.document_tables.cache_clear()
+        monkeypatch.setattr(tables, "NEIGHBOURS", most)
+        tables.document_tables.cache_clear()
         out = attend(given[0], given[1], given[2], is_causal=True, documents=ids, backend="native")
         found.append(torch.autograd.grad(out, given, torch.ones_like(out)))
-    steps.document_tables.cache_clear()
+    tables.document_tables.cache_clear()
     for apart, some, together in zip(*found):
         assert torch.equal(apart, together)
         assert torch.equal(some, together)

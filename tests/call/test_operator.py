@@ -21,9 +21,9 @@ from attn_dispatch.decisions.graphs import encoding
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import pair_count
 from tests.support.calls import close, formula, qkv
 from tests.support.graphs import OP, PATTERNS, aot, attended, exact

@@ -17,7 +17,6 @@ from attn_dispatch.backends import manual
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.hidden import _unseen_of_grid
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
@@ -355,7 +354,7 @@ def test_unseen_tokens_of_a_grid(pattern: Neighborhood) -> None:
     length = math.prod(pattern.grid)
     for q_len in range(1, length):
         seen = pattern.multiplicity(q_len, length)[0].any(0)
-        assert torch.equal(_unseen_of_grid(pattern, q_len, length), ~seen)
+        assert torch.equal(pattern.seen(torch.arange(q_len), q_len, length, ()), seen)
 
 
 def test_where_the_shared_choice_cannot_run_a_length_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,9 @@ from attn_dispatch.decisions import decide
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.hidden import _unseen
-from attn_dispatch.spec.orders import _permutation, same_permutation
+from attn_dispatch.spec.orders import Reordered, _permutation, same_permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from tests.support.calls import close, counted, formula, qkv
 from tests.support.graphs import OP, Function, attended, exact
 from tests.support.pairwise import crossed, thinned

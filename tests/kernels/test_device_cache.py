@@ -16,11 +16,9 @@ from torch import Tensor
 from attn_dispatch import BackendFailed, Dense, Neighborhood, Window, attend
 from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.device_cache import DeviceCache
-from attn_dispatch.kernels.heads import kv_head_index
+from attn_dispatch.kernels.device_cache import DeviceCache, kv_head_index
 from attn_dispatch.kernels.hidden import _unseen
 from attn_dispatch.kernels.tiles.tables import cached_with, tables_of
-from attn_dispatch.spec.orders import SAWTOOTH
 from attn_dispatch.spec.problem import Problem
 from tests.support import calls
 from tests.support.fixtures import INTERPRETED
@@ -49,17 +47,12 @@ def alive(tensors: list[weakref.ref[Tensor]]) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "order"),
-    [
-        ("flex", "natural"),
-        ("tiles", "natural"),
-        *(pytest.param(name, "natural", marks=pytest.mark.full) for name in ("triton_tiles", "sdpa_mask")),
-        pytest.param("triton", SAWTOOTH, marks=pytest.mark.full),
-    ],
+    "backend",
+    ["flex", "tiles", *(pytest.param(x, marks=pytest.mark.full) for x in ("triton", "triton_tiles", "sdpa_mask"))],
 )
 @pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex", "short_trials")
 def test_tables_outlive_trials_of_others_and_graphs_all_else(
-    backend: str, order: str, streams: Any, monkeypatch: pytest.MonkeyPatch
+    backend: str, streams: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend.startswith("triton") and not INTERPRETED:
         pytest.skip("needs Triton's interpreter")
@@ -68,7 +61,7 @@ def test_tables_outlive_trials_of_others_and_graphs_all_else(
 
     def call(capturing: bool = False) -> None:
         streams.capturing = capturing
-        attend(*qkv(64), patterns[0], backend=backend, order=order)
+        attend(*qkv(64), patterns[0], backend=backend)
         host.cache_clear()  # kernels read the device's lists, which were made from these
 
     def trial() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attn_dispatch.backends import flash, manual, triton, triton_tiles
-from attn_dispatch.kernels import compiled
+from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.triton.support import COMPILE_MS
@@ -40,7 +40,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setattr(compiled, "_compiled", set())
+    monkeypatch.setattr(device_cache, "_compiled", set())
     for table in tables:
         table.cache_clear()
     libraries.flash_attn_2(monkeypatch, [])
@@ -65,7 +65,7 @@ def test_triton_compiles_each_kernel() -> None:
 def test_kernels_serve_problems_of_other_sizes() -> None:
     problem = problem_of()
     larger = replace(problem, batch=3, q_len=128, k_len=128, heads=8, kv_heads=8)
-    compiled.note("triton", problem, triton._blocks(problem))
+    device_cache.note("triton", problem, triton._blocks(problem))
     assert triton.first_call_ms(larger) == 0
     assert triton_tiles.first_call_ms(larger) > 0
     changes: list[dict[str, Any]] = [{"head_dim": 32}, {"kv_heads": 2}, {"dtype": torch.float16}, {"needs_grad": False}]
@@ -77,7 +77,7 @@ def test_kernels_serve_problems_of_other_sizes() -> None:
 def test_flash_4_alone_compiles() -> None:
     problem = problem_of(Dense(True))
     assert flash.first_call_ms(problem) == flash.COMPILE_MS
-    compiled.note("flash", problem)
+    device_cache.note("flash", problem)
     assert flash.first_call_ms(problem) == 0
     assert flash.first_call_ms(problem_of(Window(3, 0))) == flash.COMPILE_MS
     environment.installed.cache_clear()

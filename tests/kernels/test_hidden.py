@@ -15,9 +15,9 @@ from torch import Tensor
 
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.hidden import copied_bytes, unseen_keys
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.testing.cases import Case, kind_of
 from attn_dispatch.tuning.example import Example, make

@@ -17,13 +17,12 @@ from attn_dispatch.decisions.unmeasured import static_decision
 from attn_dispatch.kernels import limits, registry
 from attn_dispatch.kernels.branches import backend
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
-from attn_dispatch.kernels.branches.plan import plan_of
 from attn_dispatch.kernels.dense import CUDA_FLASH, CpuFlash
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.machine import environment
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import DTYPES
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.candidates import Request
@@ -331,12 +330,8 @@ def on_cpu(dtype: torch.dtype = F16, **changes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("limits", "changes", "expected"),
     [
-        (CPU._replace(gradients=False), {}, ["has no backward pass"]),
-        (CPU._replace(gradients=False), {"needs_grad": False}, []),
         (CPU._replace(platforms=("plan9",)), {}, [f"runs on plan9, not {sys.platform}"]),
         (CPU._replace(platforms=("plan9", sys.platform)), {}, []),
-        (CPU._replace(grad_head_dim=32), {}, ["takes a head_dim up to 32 where gradients are needed, not 64"]),
-        (CPU._replace(grad_head_dim=32), {"needs_grad": False}, []),
         (CPU._replace(repeatable_head_dim=32), {}, []),
         (
             CPU._replace(repeatable_head_dim=32),
@@ -461,18 +456,6 @@ def test_masked_keys_on_cuda(dtype: torch.dtype, mask: str, device: Callable[...
     assert "takes no mask" in texts("sdpa", problem)[-1]
 
 
-def test_a_deterministic_backward_takes_more_memory(device: Callable[..., None], monkeypatch: Any) -> None:
-    """flash-attn allocates a dq for each processor where there is only one row of blocks."""
-    device(AMPERE)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=108))
-    problem = problem_of(heads=1, kv_heads=1, q_len=1000, k_len=1000)
-    plan = plan_of(problem, True)
-    assert plan is not None
-    columns, rows = 128, 1024
-    assert backend.flash_scratch(problem, plan) == rows * columns * 4
-    assert backend.flash_scratch(replace(problem, deterministic=True), plan) == 109 * rows * columns * 4
-
-
 @pytest.mark.parametrize(
     ("changes", "allocated"),
     [
@@ -480,12 +463,9 @@ def test_a_deterministic_backward_takes_more_memory(device: Callable[..., None],
         ({"heads": 1, "kv_heads": 1, "q_len": 16384, "k_len": 16384, "head_dim": 128}, 1072),
     ],
 )
-def test_deterministic_gradients_of_sdpa(
-    changes: dict[str, Any], allocated: int, device: Callable[..., None], monkeypatch: Any
-) -> None:
+def test_deterministic_gradients_of_sdpa(changes: dict[str, Any], allocated: int, device: Callable[..., None]) -> None:
     """PyTorch's flash kernel allocates a float32 dq for each processor, in MiB here, on an H100."""
     device(HOPPER)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     problem = problem_of(deterministic=True, **changes)
-    announced = sdpa.workspace_bytes
-    assert announced(problem) >= allocated * 2**20 > announced(replace(problem, deterministic=False))
+    announced, least = sdpa.workspace_bytes, allocated * 2**20
+    assert announced(problem) >= max(least, 1.2 * announced(replace(problem, deterministic=False)))

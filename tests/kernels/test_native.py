@@ -21,13 +21,12 @@ from attn_dispatch.cli import machine
 from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library, run
-from attn_dispatch.kernels.native.steps import PERIOD_LIMIT, _made_once, native_table_bytes, native_tables
-from attn_dispatch.kernels.native.tables import TILE
+from attn_dispatch.kernels.native.tables import PERIOD_LIMIT, TILE, _made_once, native_table_bytes, native_tables
 from attn_dispatch.kernels.native.variants import VARIANTS
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.testing.cases import CASES, CAUSAL, Case
+from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.calls import forget_native_library
@@ -159,19 +158,6 @@ def test_refusals() -> None:
     rates = problem_of(Dilated((64, 64), (9, 8)), 128)
     reasons = [str(refusal) for refusal in native.refusals(rates)]
     assert reasons == [f"its dilation rates repeat every 72 tokens, over {PERIOD_LIMIT}"]
-
-
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing is compiled
-    monkeypatch.setattr(library, "FOLDER", tmp_path)  # nor are there libraries, as a wheel has them
-    forget_native_library()
-    (refusal,) = native.refusals(problem_of(Dense(), 8))
-    reason = "no-such-compiler is not on the PATH, and $CXX is 'no-such-compiler'"
-    assert (refusal.code, refusal.text.split(";")[0]) == ("not_installed", f"needs a C++ compiler: {reason}")
-    with pytest.raises(ImportError, match=re.escape(reason)):
-        native.version()
-    forget_native_library()
 
 
 @pytest.fixture
@@ -317,34 +303,6 @@ def test_tensors_without_memory() -> None:
         attend(q, k, v, backend="native")
 
 
-@pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
-def test_views_of_negative_values(needs_grad: bool) -> None:
-    """Of which the memory holds the values without their sign, as of a conjugate's imaginary part."""
-    q, k, v, grad = (torch.randn(1, 8, 2, 4) for _ in range(4))
-    results = []
-    for sign in (torch.neg, PRIVATE._neg_view):
-        inputs = tuple(sign(x).requires_grad_(needs_grad) for x in (q, k, v))
-        assert {x.is_neg() for x in inputs} == {sign is not torch.neg}
-        out = attend(inputs[0], inputs[1], inputs[2], backend="native")
-        results.append([out.detach(), *(torch.autograd.grad(out, inputs, sign(grad)) if needs_grad else ())])
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
-@pytest.mark.parametrize("axis", [3, 1], ids=["specialized", "run"])
-def test_forward_mode_is_refused(axis: int) -> None:
-    """Also in repeated calls; a level without tangents changes nothing."""
-    x = torch.randn(1, 8, 2, 8).transpose(axis, 3)
-    out = attend(x, x, x, backend="native")
-    forward_ad = PRIVATE.autograd.forward_ad
-    with forward_ad.dual_level():
-        assert torch.equal(attend(x, x, x, backend="native"), out)
-        with pytest.raises(BackendFailed, match="no forward-mode derivatives"):
-            attend(forward_ad.make_dual(x, x), x, x, backend="native")
-        tangent = forward_ad.unpack_dual(attend(forward_ad.make_dual(x, x), x, x, backend="manual")).tangent
-        assert bool(tangent.any())
-
-
 class Tagged(torch.Tensor):
     """A subclass without a `__torch_dispatch__`."""
 
@@ -377,26 +335,6 @@ def test_a_failed_transform_leaves_no_state() -> None:
 
 
 @pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
-def test_hidden_tokens_may_hold_nan(dtype: torch.dtype) -> None:
-    """NaN in padding and masked keys reaches neither results nor gradients."""
-    problem = Case("", CAUSAL, (2, 150, 4, 16), kv_heads=2, seq_lens=True, key_mask=True).problem(
-        dtype, needs_grad=True
-    )
-    expected = gate(problem)
-    example, grad = expected.example, expected.grad
-    assert grad is not None
-    padding = torch.arange(150) >= example.masks["seq_lens"][:, None]
-    hidden = padding | ~example.masks["key_mask"]
-
-    def spoilt(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        return x.detach().clone().masked_fill_(where[:, :, None, None], torch.nan).requires_grad_(x.requires_grad)
-
-    poisoned = replace(example, q=spoilt(example.q, padding), k=spoilt(example.k, hidden), v=spoilt(example.v, hidden))
-    found = replace(expected, example=poisoned, grad=spoilt(grad, padding)).run(NATIVE)
-    assert expected.check(found).failures == ()
-
-
-@pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_visible_nan_reaches_the_result(dtype: torch.dtype, name: str) -> None:
     problem = Case("", Dense(), (1, 70, 1, 16)).problem(dtype, needs_grad=False)
@@ -406,16 +344,6 @@ def test_visible_nan_reaches_the_result(dtype: torch.dtype, name: str) -> None:
     out, _ = native.run(example.q, example.k, example.v, problem)
     assert out[0, 3].isnan().any()
     assert out.isnan().any(-1).all() or name == "q"
-
-
-def test_a_mask_changed_before_the_backward_pass_is_an_error() -> None:
-    problem = Case("", Dense(), (1, 12, 1, 8), key_mask=True).problem(torch.float32, needs_grad=True)
-    example = make(problem)
-    masks: dict[str, Any] = example.masks
-    out, _ = native.run(example.q, example.k, example.v, problem, **masks)
-    masks["key_mask"].fill_(True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(out.sum(), example.q)
 
 
 def test_large_scores_over_many_keys_in_bfloat16() -> None:

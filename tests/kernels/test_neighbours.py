@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 from attn_dispatch.backends import native
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import run
-from attn_dispatch.kernels.native.neighbours import VECTOR
-from attn_dispatch.kernels.native.steps import native_table_bytes, native_tables
-from attn_dispatch.kernels.native.tables import TILE
-from attn_dispatch.spec.orders import TOKEN_ORDERS
+from attn_dispatch.kernels.native.tables import TILE, VECTOR, native_table_bytes, native_tables
+from attn_dispatch.spec.orders import ORDERS, Reordered
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import Case
 from tests.support.cases import gate
 from tests.support.pairwise import crossed
@@ -68,14 +65,6 @@ def list_multiplicity(problem: Problem, order: str) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("order", TOKEN_ORDERS)
-@pytest.mark.parametrize("pattern", SHAPES, ids=str)
-def test_lists_match_the_multiplicity(pattern: Neighborhood, order: str) -> None:
-    problem = asked(pattern)
-    found = list_multiplicity(problem, order)
-    assert torch.equal(found, pattern.multiplicity(problem.q_len)[0].long())
-
-
 @given(st.data())
 def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
     grid, odd = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)), st.sampled_from([1, 3, 5, 7, 9])
@@ -88,11 +77,11 @@ def test_lists_of_any_neighbourhood(data: st.DataObject) -> None:
     pattern = Neighborhood(tuple(grid), tuple(window), tuple(dilation), tuple(causal), edges, stride)  # type: ignore[arg-type]
     problem = Case("", pattern, (1, math.prod(grid), 1, 4)).problem(torch.float32, needs_grad=False)
     if isinstance(problem.pattern, Neighborhood):  # not equal to a Window
-        found = list_multiplicity(problem, data.draw(st.sampled_from(TOKEN_ORDERS)))
+        found = list_multiplicity(problem, data.draw(st.sampled_from(ORDERS)))
         assert torch.equal(found, pattern.multiplicity(problem.q_len)[0].long())
 
 
-@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("pattern", SHAPES, ids=str)
 def test_lists_fit_their_declared_bytes(pattern: Neighborhood, order: str) -> None:
     tables = native_tables(asked(pattern), order)
@@ -104,20 +93,20 @@ def test_lists_fit_their_declared_bytes(pattern: Neighborhood, order: str) -> No
     )
 
 
-@crossed(pattern=SHAPES, order=TOKEN_ORDERS, dtype=run.DTYPES)
+@crossed(pattern=SHAPES, order=ORDERS, dtype=run.DTYPES)
 def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
     expected = gate(asked(pattern, dtype))
     assert expected.check(expected.run(NATIVE, order)).failures == ()
 
 
-@pytest.mark.parametrize("order", TOKEN_ORDERS)
+@pytest.mark.parametrize("order", ORDERS)
 def test_masks_in_any_order(order: str) -> None:
     """Padding and masked keys go by position, not by place in the lists."""
     expected = gate(asked(SHAPES[1], torch.bfloat16, seq_lens=True, key_mask=True))
     assert expected.check(expected.run(NATIVE, order)).failures == ()
 
 
-@crossed(pattern=SHAPES, order=TOKEN_ORDERS, dtype=run.DTYPES)
+@crossed(pattern=SHAPES, order=ORDERS, dtype=run.DTYPES)
 def test_reordered_tokens(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
     """Nothing is permuted: the lists hold rows of the tensors."""
     case = Case("", Reordered(pattern, order), (2, math.prod(pattern.grid), 4, 24), kv_heads=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -136,17 +135,3 @@ def test_doctor_says_what_is_used(package: Path, monkeypatch: pytest.MonkeyPatch
     (package / "cache" / "attn-dispatch" / "native").mkdir(parents=True, mode=0o755)
     (there := package / "cache" / "attn-dispatch" / "native" / library._file()).touch(mode=0o644)
     assert library.in_use() == f"compiled for this processor: {there}"
-
-
-def test_a_form_of_each_level_needs_more_than_the_one_below() -> None:
-    for above, below in pairwise(VARIANTS):
-        assert above.needs > below.needs
-        assert above.file != below.file
-
-
-def test_the_flags_of_this_processor() -> None:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            assert library.cpu_flags() == set(line.partition(":")[2].split())
-            return
-    assert library.cpu_flags() == frozenset()

@@ -11,7 +11,7 @@ import torch
 
 from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.triton.key_parts import key_parts
+from attn_dispatch.kernels.triton.work_list import key_parts
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make

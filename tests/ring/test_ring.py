@@ -18,10 +18,9 @@ from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import traffic_of
 from attn_dispatch.ring.shards import spread_of
-from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_hidden import with_hidden

@@ -13,8 +13,8 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring.plan.counts import MAX_CELLS, count_layout
 from attn_dispatch.ring.rows.layout import KINDS, Layout, deal
 from attn_dispatch.ring.rows.traffic import traffic_of
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.reordered import Reordered
 from tests.support.pairwise import thinned
 
 CPU = torch.device("cpu")

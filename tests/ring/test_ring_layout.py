@@ -16,10 +16,9 @@ from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.needs import kv_classes, seen_by
 from attn_dispatch.ring.rows.traffic import Traffic, positions_of, traffic_of
-from attn_dispatch.spec.orders import GATHER, RING
+from attn_dispatch.spec.orders import GATHER, RING, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import Case
 from tests.support.calls import NO_NUMBERS
 from tests.support.pairwise import crossed, thinned

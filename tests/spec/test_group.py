@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from attn_dispatch.spec.groups import DIGITS, group_of, title
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import problem_of
 
 CPU = torch.device("cpu")

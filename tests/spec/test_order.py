@@ -9,27 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, explain, from_order, positions, profile, to_order
+from attn_dispatch import attend, from_order, positions, to_order
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.learning.features import bucket, features
-from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import title
 from attn_dispatch.spec.hilbert import curve
 from attn_dispatch.spec.orders import (
     EXCHANGES,
     ORDERS,
+    Reordered,
     _permutation,
     check,
     permutation,
-    permutation_of_queries,
     places,
     serves,
 )
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
-from attn_dispatch.store.folder import Store
-from tests.support.calls import BUILT_IN, qkv
+from tests.support.calls import qkv
 from tests.support.pairwise import crossed
 
 REORDERED = ("hilbert", "residue")
@@ -68,13 +65,6 @@ def test_every_position_has_one_place(order: str, pattern: Pattern, length: int)
     assert torch.equal(places(found)[found], torch.arange(length))
 
 
-@pytest.mark.parametrize("pattern", [Dense(is_causal=True), Dilated((7,), (3,)), Dilated((64,), (2,))], ids=str)
-@ORDER
-def test_any_length(order: str, pattern: Pattern) -> None:
-    for length in range(1, 80):
-        assert torch.equal(positions(order, pattern, length).sort().values, torch.arange(length))
-
-
 @pytest.mark.parametrize(
     ("order", "pattern", "expected"),
     [
@@ -103,16 +93,6 @@ def test_names_of_orders() -> None:
         with pytest.raises(InvalidInput, match="order must be None or one of 'natural', ") as raised:
             check(name)
         assert ("which needs mesh=" in str(raised.value)) == (name in EXCHANGES)
-
-
-def test_the_last_queries_in_order() -> None:
-    whole = permutation("hilbert", GRID, 16)
-    some = permutation_of_queries("hilbert", GRID, 5, 16)
-    assert whole is not None
-    assert some is not None
-    assert some.tolist() == [each - 11 for each in whole.tolist() if each >= 11]
-    assert permutation_of_queries("hilbert", GRID, 16, 16) is whole
-    assert permutation_of_queries("natural", GRID, 5, 16) is None
 
 
 def test_residues_are_adjacent_within_a_segment() -> None:
@@ -248,28 +228,6 @@ def test_reordered_equals_permuting_by_hand(backend: str, order: str, case: tupl
         assert torch.allclose(one, by_hand(other, order, pattern))
 
 
-@pytest.mark.usefixtures("little_time")
-@pytest.mark.parametrize(
-    "pattern",
-    [Reordered(GRID, "hilbert"), Reordered(Dilated((4, 8), (1, 2), True, heads="split"), "residue")],
-    ids=str,
-)
-def test_reordered_passes_the_gate(pattern: Pattern) -> None:
-    """Backends without support for Reordered refuse it; none fails."""
-    q, k, v = (x.requires_grad_() for x in qkv())
-    profile([Problem.of(q, k, v, pattern)], progress=False)  # without a limit: a busy machine skips nobody
-    attend(q, k, v, pattern).sum().backward()
-    ((_, decision),) = Store(cache_folder()).all()
-    rows = {row.backend: row for row in decision.candidates}
-    assert rows.keys() == set(BUILT_IN)
-    able = {"sdpa_mask", "manual", "tiles"} | ({"native"} if isinstance(pattern.natural, Neighborhood) else set())
-    assert all(rows[name].error is not None for name in able)  # compared with the reference
-    assert {rows[name].status for name in able} <= {"chosen", "slower", "tie"}
-    others = {row.status for name, row in rows.items() if name not in able}
-    assert others <= {"unsupported", "not_installed"}
-    assert explain(q, k, v, pattern).choice == decision.choice
-
-
 # --- to_order and from_order ------------------------------------------------------------------------------------------
 
 
@@ -289,11 +247,6 @@ def test_the_natural_order_copies_nothing() -> None:
     assert to_order(x, "natural", GRID) is x
     assert from_order(x, "residue", GRID) is x
     assert positions("natural", GRID, 16).tolist() == list(range(16))
-
-
-def test_returned_positions_are_writable() -> None:
-    positions("hilbert", GRID, 16).zero_()
-    assert positions("hilbert", GRID, 16).sort().values.tolist() == list(range(16))
 
 
 @ORDER

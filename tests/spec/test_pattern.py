@@ -64,12 +64,6 @@ def test_positions_select_rows_and_columns(data: st.DataObject, spec: Spec) -> N
     assert found.tolist() == [[[whole[h][i][j] for j in keys] for i in queries] for h in heads]
 
 
-def test_positions_with_a_key_mask() -> None:
-    key_mask = torch.tensor([[True, False, True, False], [False, True, True, True]])
-    found = Dense().multiplicity(4, key_mask=key_mask, q_pos=torch.tensor([2]), k_pos=torch.tensor([3, 2, 0]))
-    assert found.tolist() == [[[[0, 1, 1]]], [[[1, 1, 0]]]]
-
-
 @given(SPECS)
 def test_simplify_keeps_the_multiplicity(spec: Spec) -> None:
     simple = spec.pattern.simplify(*spec.lengths)
@@ -160,12 +154,6 @@ def test_equal_values(one: Pattern, other: Pattern) -> None:
 def test_different_values(one: Pattern, other: Pattern) -> None:
     assert one != other
     assert str(one) != str(other)
-
-
-def test_fields_are_plain_integers() -> None:
-    pattern = Neighborhood(np.array([4, 6]), NUMBER(3), [NUMBER(2), 1], [True, False])  # type: ignore[arg-type]
-    numbers = (*pattern.grid, *pattern.window, *pattern.dilation)
-    assert [type(number) for number in numbers] == [int] * 6
 
 
 @given(SPECS)

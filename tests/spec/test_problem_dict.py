@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from hypothesis import strategies as st
 from torch import zeros
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import DTYPES
 from attn_dispatch.store.problem_files import read_record
 from tests.support import processes
@@ -124,33 +123,18 @@ for _ in range(100_000):
     DEEP = {"kind": DEEP}
 HOSTILE: dict[str, dict[str, Any]] = {
     "batch-zero": {"batch": 0},
-    "batch-bool": {"batch": True},
-    "q_len-none": {"q_len": None},
-    "heads-negative": {"heads": -4},
     "kv_heads": {"kv_heads": 3},
-    "ranks": {"ranks": 0},
-    "dtype-unknown": {"dtype": "int8"},
     "device-unknown": {"device": "abacus"},
-    "pattern-none": {"pattern": None},
     "pattern-kind": {"pattern": {"kind": "Spiral"}},
-    "pattern-no-kind": {"pattern": {"is_causal": True}},
     "pattern-field": {"pattern": {"kind": "Window", "left": 3, "middle": 4}},
-    "pattern-value": {"pattern": {"kind": "Window", "left": -3}},
     "pattern-lengths": {"pattern": {"kind": "Neighborhood", "grid": [5, 5], "window": [3]}},
     "pattern-deep": {"pattern": DEEP},
-    "scale-none": {"scale": None},
-    "scale-nan": {"scale": math.nan},
     "scale-huge": {"scale": 10**400},
-    "dropout": {"dropout_p": 1},
-    "strides-none": {"strides": None},
     "strides-str": {"strides": "bnhd"},
-    "strides-twice": {"strides": ["bnhd", "bnhd", "bbhd"]},
     "strides-flag": {"strides": ["bnhd", "bnhd", "bnhd+holes"]},
-    "needs_grad": {"needs_grad": "yes"},
     "seq_lens-cross": {"has_seq_lens": True, "k_len": 13},
     "precision": {"matmul_precision": "lowest"},
     "softcap": {"softcap": -1.0},
-    "bias-sizes": {"bias": [3, 1]},
     "bias_needs_grad-forward": {"bias_needs_grad": True, "bias": [1, 1]},
     "alibi_axes": {"alibi_axes": 3},
     "flash_kernel": {"flash_kernel": 3},
@@ -165,24 +149,6 @@ def test_invalid_dicts(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput) as raised:
         Problem.from_dict(PROBLEM.to_dict() | changes)
     assert len(str(raised.value)) < 1000
-
-
-@pytest.mark.parametrize("plain", [None, [], 3, "problem", [1], {}, {1: 2}, b"{}"], ids=repr)
-def test_invalid_values(plain: Any) -> None:
-    with pytest.raises(InvalidInput, match="not a problem"):
-        Problem.from_dict(plain)
-
-
-def test_fields_without_a_default_are_required() -> None:
-    plain = PROBLEM.to_dict()
-    needed = {field.name for field in fields(Problem) if field.default is MISSING and field.init}
-    for name in plain:
-        rest = {key: value for key, value in plain.items() if key != name}
-        if name in needed | {"strides"}:
-            with pytest.raises(InvalidInput, match=name):
-                Problem.from_dict(rest)
-        else:
-            assert Problem.from_dict(rest) == PROBLEM
 
 
 JSON = st.recursive(

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_dispatch.spec.orders import TOKEN_ORDERS
+from attn_dispatch.spec.orders import ORDERS, Reordered
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.reach import Band
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import pair_count
 from tests.support.definition import SPECS, Spec
 
@@ -24,7 +23,7 @@ def branch_sum(pattern: Pattern, spec: Spec, head: int) -> Tensor:
     return found
 
 
-@given(SPECS, st.none() | st.sampled_from(TOKEN_ORDERS))
+@given(SPECS, st.none() | st.sampled_from(ORDERS))
 def test_branches_add_up_to_the_multiplicity(spec: Spec, order: str | None) -> None:
     pattern = spec.pattern
     if order is not None and spec.q_len == spec.k_len:

@@ -27,11 +27,3 @@ def test_every_short_axis(causal: bool) -> None:
                     found = seen_on(axis, causal)
                     assert found == slid(*axis, causal), axis
                     assert all(x in keys for x, keys in enumerate(found)), axis
-
-
-def test_windows_by_hand() -> None:
-    assert seen_on((6, 4, 1, 1), False) == [[0, 1, 2, 3]] * 3 + [[1, 2, 3, 4]] + [[2, 3, 4, 5]] * 2
-    assert seen_on((6, 2, 1, 1), True) == [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5]]
-    assert seen_on((8, 4, 1, 3), False) == [[0, 1, 2, 3]] * 3 + [[2, 3, 4, 5]] * 3 + [[4, 5, 6, 7]] * 2
-    assert seen_on((7, 3, 1, 2), True) == [[0], [0, 1], [1, 2], [1, 2, 3], [3, 4], [3, 4, 5], [4, 5, 6]]
-    assert seen_on((7, 2, 2, 2), False) == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [3, 5], [4, 6]]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from attn_dispatch import attend
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
-from attn_dispatch.spec.reordered import Reordered
 from tests.support.calls import formula
 
 OP = torch.ops.attn_dispatch.attend.default  #: of attend(), defined by the import above

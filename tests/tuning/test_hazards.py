@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import formula, registry
 from attn_dispatch.kernels.contract import Result
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.testing.cases import DTYPES, Case
 from attn_dispatch.tuning.hard_cases import LENGTHS, NAN_MARGIN, between_nans, class_key, fitted, hard_cases, nan_memory
 from attn_dispatch.tuning.oracle import NoReference, Oracle

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attn_dispatch.spec.checks import integer, integers
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Call, choose_pattern
-from attn_dispatch.spec.reordered import Reordered
 
 #: The fields of `Encoded` with their types in a graph, in the order that exported programs have them in.
 SCHEMA = {

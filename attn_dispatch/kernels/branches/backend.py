@@ -26,8 +26,6 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import current_flash
 
-FLASH_TILE = 128  #: rows; backward passes round lengths up to multiples of at most this
-MOST_PROCESSORS = 192  #: of a GPU that is not there
 #: The distributions of what `torch.nn.attention.activate_flash_attention_impl` activates.
 FLASH_LIBRARIES = {"FA3": "flash_attn_3", "FA4": "flash-attn-4"}
 
@@ -109,49 +107,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found.group().split("."))) if found else ()
 
 
-def no_scratch(problem: Problem, plan: BranchPlan) -> int:
-    return 0
-
-
-def gradient_scratch(problem: Problem, plan: BranchPlan) -> int:
-    """Bytes for the largest block: copies of out, of its gradient and of lse, and a float32 dq."""
-    if not problem.needs_grad:
-        return 0
-    rows: int = max(b.q.stop - b.q.start for b in plan.blocks) * min(plan.batch_step, problem.batch)
-    return rows * problem.heads * (problem.head_dim + 8) * (2 * problem.dtype.itemsize + 4)
-
-
-def flash_scratch(problem: Problem, plan: BranchPlan) -> int:
-    """Bytes that flash-attention kernels allocate: float32 sums, of gradients with padded lengths and of split forward
-    passes. A deterministic backward has a dq for each processor where there are fewer rows of blocks.
-    """
-    processors = _processors(problem.device)
-    d = -(-(problem.head_dim + 1) // 64) * 64
-    if not problem.needs_grad:
-        return 2 * processors * FLASH_TILE * d * 4
-    batch = min(plan.batch_step, problem.batch)
-    pieces = (piece for block in plan.blocks for piece in block.pieces)
-    sizes = (_piece_bytes(batch * x.q.segments, problem, x.q.rows, x.k.rows, processors) * d for x in pieces)
-    return max(sizes, default=0)
-
-
-def _piece_bytes(batch: int, problem: Problem, q_len: int, k_len: int, processors: int) -> int:
-    """Bytes per column of head_dim of one call with `batch` batch rows."""
-    q_len, k_len = (-(-length // FLASH_TILE) * FLASH_TILE for length in (q_len, k_len))
-    rows = batch * problem.heads
-    sums = (rows + processors) * q_len if problem.deterministic else rows * q_len
-    return 4 * (sums + 2 * rows * k_len * (problem.heads != problem.kv_heads))
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    try:
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    except (RuntimeError, AssertionError):  # not there: a prediction for another machine
-        return MOST_PROCESSORS
-
-
 class Variant(NamedTuple):
     """One kernel of a backend with its limits.
 
@@ -159,7 +114,6 @@ class Variant(NamedTuple):
         kernel: makes the adapter for a problem.
         title: names the kernel where a backend has several.
         patterns: the supported ones; Window requires an adapter that passes the window to its kernel.
-        scratch: bytes that the kernel itself allocates, besides `branches.workspace_bytes`.
     """
 
     limits: Limits
@@ -167,7 +121,6 @@ class Variant(NamedTuple):
     title: str = ""
     package: Package | None = None
     patterns: tuple[type[Pattern], ...] = (Dense, Dilated)
-    scratch: Callable[[Problem, BranchPlan], int] = no_scratch
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         found = self.package.refusals() if self.package else []
@@ -254,7 +207,7 @@ def _prepared(backend: Branched, problem: Problem) -> tuple[Kernel, BranchPlan, 
     assert variant is not None, f"{backend.name} refuses {problem}"
     kernel = variant.kernel(problem)
     plan = variant.plan(problem, kernel)
-    return kernel, plan, branches.workspace_bytes(problem, plan) + variant.scratch(problem, plan)
+    return kernel, plan, branches.workspace_bytes(problem, plan, kernel)
 
 
 def _combined_refusals(found: list[tuple[Variant, list[Refusal]]]) -> list[Refusal]:

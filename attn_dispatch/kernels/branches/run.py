@@ -13,11 +13,12 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
 from attn_dispatch.kernels.dense import CUDA_HEAD_ALIGN, DenseCall, Kernel, with_lse_column
-from attn_dispatch.kernels.heads import kv_head_index
+from attn_dispatch.kernels.device_cache import kv_head_index
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, merge_, sum_dtype, with_positive_scale
-from attn_dispatch.spec.pattern import Dilated
 from attn_dispatch.spec.problem import Problem
+
+PROCESSORS, PER_PROCESSOR = 192, 256  #: of a large GPU, and rows of sums that flash kernels have for each
 
 
 class Bias(NamedTuple):
@@ -68,13 +69,8 @@ def passes(
     call = BranchPasses(
         problem, plan, kernel, hidden_key_bias(problem, seq_lens, key_mask, problem.device), seq_lens, biases
     )
-    reads = _reads_unseen(problem, biases)
-    return Hidden.of(problem, masks, pattern=reads).around(call)
-
-
-def _reads_unseen(problem: Problem, biases: tuple[Bias, ...]) -> bool:
-    """Whether kernels read keys that no query sees. Dilated pieces hold selected keys only."""
-    return bool(biases) or not isinstance(problem.pattern, Dilated)
+    # Pieces of branches hold selected keys only; others hold keys that no query sees, which kernels read.
+    return Hidden.of(problem, masks, pattern=bool(biases) or not problem.pattern.branches).around(call)
 
 
 @dataclass(slots=True)
@@ -349,34 +345,23 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def workspace_bytes(problem: Problem, plan: BranchPlan) -> int:
-    """Upper bound of what `run` and its backward allocate beyond q, k, v, out and their gradients."""
-    row, _ = _row_bytes(problem)
+def workspace_bytes(problem: Problem, plan: BranchPlan, kernel: Kernel) -> int:
+    """Upper bound of what `run`, its backward and the kernel allocate beyond q, k, v, out and their gradients."""
+    entries = -(-(problem.head_dim + 1) // CUDA_HEAD_ALIGN) * CUDA_HEAD_ALIGN  # with a column for the gradient of lse
+    row, wide, grads = entries * problem.dtype.itemsize, entries * sum_dtype(problem.dtype).itemsize, problem.needs_grad
     q, k = problem.batch * problem.q_len * problem.heads, problem.batch * problem.k_len * problem.kv_heads
-    on_cpu, grads = problem.device.type == "cpu", problem.needs_grad
     odd = problem.scale < SMALLEST_SCALE[sum_dtype(problem.dtype)] or any("d" not in x[:4] for x in problem.strides)
     copied = q * grads + 2 * (q + k) * odd + (3 * q + 2 * k) * (grads and problem.return_lse)
     total: int = copied_bytes(problem) + copied * row + 32 * (q + k * problem.masked) + kernel_bytes(problem, k)
-    if plan.single is not None and not problem.masked and on_cpu:
-        return total
-    pieces = ((block, piece) for block in plan.blocks for piece in block.pieces)
-    return total + max((_piece_bytes(problem, plan, *each) for each in pieces), default=0)
-
-
-def _row_bytes(problem: Problem) -> tuple[int, int]:
-    """Bytes of a row of a head, padded, and with one column more for the gradient of lse; in the wide dtype too."""
-    entries = -(-(problem.head_dim + 1) // CUDA_HEAD_ALIGN) * CUDA_HEAD_ALIGN
-    return entries * problem.dtype.itemsize, entries * sum_dtype(problem.dtype).itemsize
-
-
-def _piece_bytes(problem: Problem, plan: BranchPlan, block: Block, piece: Piece) -> int:
-    """Upper bound of what is there while a piece is computed: the sums of its block, its copies and results."""
-    (row, wide), heads = _row_bytes(problem), len(range(problem.heads)[piece.heads])
-    q, k = heads * piece.q.segments * piece.q.rows, heads * piece.k.segments * piece.k.rows
-    total: int = problem.heads * (block.q.stop - block.q.start) * wide + q * (row + wide)
-    total += 2 * k * row * (not isinstance(piece.kv_heads, slice))  # gathered for each query head
-    if problem.needs_grad:
-        total += 2 * problem.kv_heads * (block.k.stop - block.k.start) * wide + (q + 2 * k) * row + k * wide
-    if problem.device.type != "cpu":  # kernels copy rows that are not aligned, and sum gradients apart
-        total += (3 * q + 2 * k) * row + (q + 2 * k) * wide * problem.needs_grad
-    return min(plan.batch_step, problem.batch) * total
+    if plan.single is not None and not problem.masked and problem.device.type == "cpu":
+        return total + kernel.allocates * (2 + 2 * grads) * (q + k) * wide
+    # Of the largest block: its sums, and of a piece what is gathered for each query head, results, and copies.
+    spread = any(isinstance(piece.kv_heads, tuple) for block in plan.blocks for piece in block.pieces)
+    q, k = (max(span.stop - span.start for span in spans) for spans in zip(*(block[:2] for block in plan.blocks)))
+    rows = min(plan.batch_step, problem.batch) * problem.heads
+    q, k = rows * q, (2 * rows if spread else rows * problem.kv_heads // problem.heads) * k
+    total += q * (row + 2 * wide) + (q + 2 * k) * (row + wide) * grads
+    total += kernel.allocates * (2 + 2 * grads) * (q + k) * wide
+    if problem.device.type == "cuda":  # sums of a split forward pass, or a dq of each processor
+        total += PROCESSORS * wide * (q // rows if problem.deterministic and grads else PER_PROCESSOR)
+    return total

@@ -1,40 +1,63 @@
 """A pattern's multiplicity, and changes of scores, as functions of indices, for kernels that take such functions.
 
 The functions take heads, queries and keys as broadcastable integer tensors; when a compiler traces them, each has one
-element. Everything else in them is constant.
+element. Everything else in them is constant. The blocks of queries and keys that hold visible keys are found by the
+bounding boxes of a pattern's normal form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Axis, Band, Reach
 
 Count = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def multiplicity_function(pattern: Pattern, q_len: int, k_len: int, heads: int) -> Count | None:
+def multiplicity_function(
+    pattern: Pattern, q_len: int, k_len: int, heads: int, device: torch.device | None = None
+) -> Count | None:
     """The function `c(head, query, key)`; None if every query sees every key once.
 
     It returns int32 if `counts_above_one`, else bool.
 
+    Args:
+        device: of the tensors that the function reads.
+
     Raises:
         TypeError: the pattern is not one of this package's.
     """
-    if isinstance(pattern, Dilated):
-        return _dilated(pattern, q_len, heads)
-    if isinstance(pattern, Neighborhood):
-        return _neighborhood(pattern)
-    bands = pattern.bands(q_len, k_len, ())
+    if pattern.axes:
+        return _neighborhood(pattern.axes)
+    bands = pattern.bands(q_len, k_len, (0,) * len(pattern.branches))
     if bands is None:
         raise TypeError(f"no arithmetic for {pattern!r}")
-    found = [_band(band.low, band.high, band.stop) for band in bands]
-    return found[0] if len(found) == 1 else _either(found)
+    by_head = [pattern.head_offsets(head, heads) or (0,) * len(bands) for head in range(heads)]
+    by_branch = ([-1 if offset is None else offset for offset in offsets] for offsets in zip(*by_head))
+    found = [_band(band, torch.tensor(offsets, device=device)) for band, offsets in zip(bands, by_branch)]
+    branches = [branch for branch in found if branch is not None]
+    if len(branches) < len(found):  # without bounds: the others see nothing that it does not
+        return None
+    adds = counts_above_one(pattern)
+
+    def count(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        total = branches[0](head, query, key)
+        total = total.to(torch.int32) if adds else total
+        for branch in branches[1:]:
+            more = branch(head, query, key)
+            total = total + more.to(torch.int32) if adds else total | more
+        return total
+
+    return count
 
 
 def score_function(
@@ -75,17 +98,24 @@ def score_function(
 
 def counts_above_one(pattern: Pattern) -> bool:
     """Whether a query may see a key more than once."""
-    return isinstance(pattern, Dilated) and pattern.heads == "all" and len(pattern.branches) > 1
+    return sum(offset is not None for offset in pattern.head_offsets(0, 1)) > 1
 
 
-def _band(low: int | None, high: int | None, stop: int | None) -> Count | None:
+def _band(band: Band, offsets: Tensor) -> Count | None:
+    """Whether a branch shows the key; None if it always does. `offsets` are those of the heads, -1 of others."""
+    low, high, segment, rate, _, stop, ahead = band
     bounds: list[Count] = []
+    if segment is not None:
+        bounds.append(lambda head, query, key: (query + ahead) // segment == key // segment)
     if low is not None:
         bounds.append(lambda head, query, key: key - query >= low)
     if high is not None:
         bounds.append(lambda head, query, key: key - query <= high)
     if stop is not None:
         bounds.append(lambda head, query, key: key < stop)
+    if segment is not None and (rate > 1 or bool((offsets != 0).any())):
+        bounds.append(lambda head, query, key: (query + ahead) % segment % rate == offsets[head])
+        bounds.append(lambda head, query, key: key % segment % rate == offsets[head])
 
     def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         found = bounds[0](head, query, key)
@@ -96,71 +126,10 @@ def _band(low: int | None, high: int | None, stop: int | None) -> Count | None:
     return seen if bounds else None
 
 
-def _either(branches: list[Count | None]) -> Count | None:
-    """Whether any branch shows the key; the branches are disjoint."""
-    some = [branch for branch in branches if branch is not None]
-    if len(some) < len(branches):
-        return None
-
-    def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = some[0](head, query, key)
-        for branch in some[1:]:
-            found = found | branch(head, query, key)
-        return found
-
-    return seen
-
-
-def _dilated(pattern: Dilated, length: int, heads: int) -> Count:
-    branches = [_branch(pattern, branch, length, heads) for branch in range(len(pattern.branches))]
-    once = not counts_above_one(pattern)
-
-    def count(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = branches[0](head, query, key)
-        found = found if once else found.to(torch.int32)
-        for branch in branches[1:]:
-            more = branch(head, query, key)
-            found = found | more if once else found + more.to(torch.int32)
-        return found
-
-    return count
-
-
-def _branch(pattern: Dilated, branch: int, length: int, heads: int) -> Count:
-    segment, rate = min(pattern.segment_lengths[branch], length), pattern.dilation_rates[branch]
-    in_branch, offset = _offset(pattern, branch, heads)
-
-    def seen(head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = query // segment == key // segment
-        if pattern.is_causal:
-            found = found & (key <= query)
-        if rate > 1:
-            wanted = offset(head)
-            found = found & (query % segment % rate == wanted) & (key % segment % rate == wanted)
-        return found if in_branch is None else found & in_branch(head)
-
-    return seen
-
-
-def _offset(
-    pattern: Dilated, branch: int, heads: int
-) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor | int]]:
-    """Functions of the head: whether it is in the branch (None: all are), and its offset."""
-    rate, skipped = pattern.dilation_rates[branch], pattern.first_head
-    if pattern.heads == "all":
-        run = -(-(pattern.all_heads or heads) // rate)
-        if pattern.offsets == "mod":
-            return None, lambda head: (head + skipped) % rate
-        return None, lambda head: (head + skipped) // run
-    members = [head for head in range(heads) if pattern.head_offset(branch, head, heads) is not None]
-    first, stop = (members[0], members[-1] + 1) if members else (0, 0)
-    return (lambda head: (head >= first) & (head < stop)), (lambda head: branch % rate)
-
-
-def _neighborhood(pattern: Neighborhood) -> Count:
+def _neighborhood(grid: tuple[Axis, ...]) -> Count:
     axes = []
     stride = 1
-    for axis in reversed(pattern.axes):
+    for axis in reversed(grid):
         axes.append((stride, axis.size, axis.sees))
         stride *= axis.size
 
@@ -172,3 +141,79 @@ def _neighborhood(pattern: Neighborhood) -> Count:
         return found
 
     return seen
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+FAR = 2**40  #: past every place
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Bool tensors [heads, query blocks, key blocks], or [1, ...] where one entry stands for all heads.
+
+    Args:
+        nonempty: the block may hold a visible pair; where False it holds none.
+        full: every pair of the block is visible to all its heads, and the block has full size.
+    """
+
+    nonempty: Tensor
+    full: Tensor
+
+
+def blocks_of(
+    pattern: Pattern,
+    q_len: int,
+    k_len: int,
+    heads: int,
+    size: int,
+    device: torch.device | str | None = None,
+    positions: Tensor | None = None,
+) -> Blocks:
+    """The blocks of `size` x `size` tokens from token 0 on; the last ones may be shorter.
+
+    Args:
+        positions: int64 [q_len], natural positions of queries and keys in another order.
+
+    Raises:
+        TypeError: the pattern is not one of this package's.
+    """
+    queries, keys = (torch.arange(n, device=device) if positions is None else positions for n in (q_len, k_len))
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for (offsets,), members in heads_by_kind(pattern, heads).items():
+        branches = [_branch(reach, size) for reach in pattern.reaches(queries, keys, q_len, k_len, offsets)]
+        nonempty, full = (torch.stack(each).any(0) for each in zip(*branches))
+        found |= dict.fromkeys(members, (nonempty, full))
+    nonempty, full = (torch.stack(each) for each in zip(*(found[head] for head in range(heads))))
+    if distinct_heads(pattern, heads, size, positions is not None) == 1:
+        nonempty, full = nonempty.any(0, keepdim=True), full.all(0, keepdim=True)
+    return Blocks(nonempty, full)
+
+
+def distinct_heads(pattern: Pattern, heads: int, size: int, reordered: bool = False) -> int:
+    """The length of `blocks_of`'s first axis: `heads`, or 1.
+
+    Rates up to the block size select a token in every block of a segment whatever the offset, except in short last
+    blocks; not so in another order, nor where heads are split among branches.
+    """
+    offsets = [offset for head in range(heads) for offset in pattern.head_offsets(head, heads)]
+    alike = None not in offsets and not reordered and max((rate for _, rate in pattern.branches), default=1) <= size
+    return 1 if alike or not offsets else heads
+
+
+def _branch(reach: Reach, size: int) -> tuple[Tensor, Tensor]:
+    """Nonempty and full blocks of a branch, bool [query blocks, key blocks]."""
+    blocks: list[tuple[Tensor, Tensor]] = []
+    for first, last, at in zip(*reach):
+        # A block with places past the end is not full.
+        low, high, start, end = (_blocked(x, size, fill) for x, fill in zip((first, last, at, at), (FAR, -FAR) * 2))
+        meets = (low.amin(1)[:, None] <= end.amax(1)) & (high.amax(1)[:, None] >= start.amin(1))
+        covers = (low.amax(1)[:, None] <= end.amin(1)) & (high.amin(1)[:, None] >= start.amax(1))
+        blocks.append((meets, covers))
+    nonempty, full = (torch.stack(each).all(0) for each in zip(*blocks))
+    return nonempty, full
+
+
+def _blocked(x: Tensor, size: int, fill: int) -> Tensor:
+    """[tokens] as [blocks, size], filled to whole blocks."""
+    return pad(x, (0, -len(x) % size), value=fill).view(-1, size)

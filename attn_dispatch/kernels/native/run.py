@@ -16,8 +16,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes, refuse_tangents
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native import library
-from attn_dispatch.kernels.native.steps import few_query_tables, native_tables, neighborhood_and_order
-from attn_dispatch.kernels.native.tables import TILE, NativeTables
+from attn_dispatch.kernels.native.tables import TILE, NativeTables, few_query_tables, native_tables
 from attn_dispatch.machine.memory import LARGE_PAGE, in_large_pages
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tracing import forward_ad
@@ -256,7 +255,9 @@ def work_units(problem: Problem, threads: int) -> WorkUnits:
     classes = tables.head_class.view(-1, group)
     packed_heads = group if group * problem.q_len <= TILE and bool((classes == classes[:, :1]).all()) else 1
     tiles = problem.batch * int(tables.first_tile.diff()[tables.head_class[::packed_heads]].sum())
-    keys, splits = int(tables.runs[:, 2].max()) if len(tables.runs) else 0, 1
+    runs = tables.runs
+    seen = runs[:, 2].minimum(runs[:, 4] - runs[:, 3] + min(TILE, problem.q_len))  # by the queries of a tile
+    keys, splits = int(seen.max()) if len(runs) else 0, 1
     alike = bool((tables.head_class == tables.head_class[0]).all())
     together = 1
     if alike and few_lanes(problem) and side_by_side(problem):
@@ -280,27 +281,21 @@ def side_by_side(problem: Problem) -> bool:
     )
 
 
-def turn_bytes(problem: Problem) -> int:
-    """Upper bound of the bytes of queries and sums of the heads that read in turns, in all threads."""
-    together = min(problem.kv_heads, MOST_TOGETHER) if few_lanes(problem) and side_by_side(problem) else 1
-    return 4 * torch.get_num_threads() * together * 2 * LANES * (problem.head_dim + 1)
-
-
 def state_floats(problem: Problem) -> int:
     """Upper bound of the floats that a split of a tile leaves, `state_size` in attention.cpp."""
     lanes = LANES if few_lanes(problem) else TILE
     return 2 * TILE + problem.head_dim * lanes + 1
 
 
-def state_bytes(problem: Problem) -> int:
-    """Upper bound of the bytes of the states of all splits, without building tables."""
-    if problem.k_len < 2 * SPLIT or neighborhood_and_order(problem.pattern)[0] is not None:
-        return 0
-    # Pieces are added until there are UNITS_PER_THREAD for each thread; before the last, there were fewer.
-    together = problem.heads if few_lanes(problem) and side_by_side(problem) else 1
-    by_threads = together * 2 * UNITS_PER_THREAD * torch.get_num_threads()
-    by_keys = problem.batch * problem.heads * problem.q_len * (problem.k_len // SPLIT)
-    return 4 * min(by_threads, by_keys) * state_floats(problem)
+def scratch_bytes(problem: Problem) -> int:
+    """Upper bound of the bytes of all threads' scratch memory, of heads that read in turns, and of splits' states."""
+    threads, width = torch.get_num_threads(), padded_width(problem.head_dim)
+    floats = 5 * width * TILE + 6 * BLOCK * max(TILE, width) + MOST_TOGETHER * 2 * LANES * (problem.head_dim + 1)
+    if problem.k_len >= 2 * SPLIT:
+        # Pieces are added until there are UNITS_PER_THREAD for each thread; before the last, there were fewer.
+        together = problem.heads if few_lanes(problem) and side_by_side(problem) else 1
+        floats += together * 2 * UNITS_PER_THREAD * state_floats(problem)
+    return 4 * threads * floats
 
 
 def padded_width(head_dim: int) -> int:

@@ -25,24 +25,8 @@ FLAGS = (
 #: The threads are those of the OpenMP library that PyTorch has loaded, to which GOMP_parallel resolves.
 LINK_FLAGS = ("-shared", "-Wl,--as-needed")
 
-V3 = frozenset(
-    (
-        "avx",
-        "avx2",
-        "bmi1",
-        "bmi2",
-        "f16c",
-        "fma",
-        "abm",
-        "movbe",
-        "cx16",
-        "lahf_lm",
-        "popcnt",
-        "sse4_1",
-        "sse4_2",
-        "ssse3",
-    )
-)
+V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+V3 = V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 

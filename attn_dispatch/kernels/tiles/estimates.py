@@ -1,38 +1,40 @@
-"""Estimates the tile pairs of a pattern and the bytes of their table, without building it."""
+"""Estimates the tile pairs of a pattern, the bytes of their table and of a call, without building it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import torch
+
+from attn_dispatch.kernels.dense import CUDA_HEAD_ALIGN
 from attn_dispatch.kernels.heads import head_classes, heads_by_kind
-from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.kernels.hidden import copied_bytes
+from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, sum_dtype
 from attn_dispatch.kernels.tiles.pairs import AT_ONCE
+from attn_dispatch.kernels.tiles.run import most_keys
 from attn_dispatch.kernels.tiles.tables import MASK_BYTES, Outline, outline_of
-from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE
-from attn_dispatch.spec.pattern import Dilated, Neighborhood
+from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE, token_order_of
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reach import Band
-from attn_dispatch.spec.reordered import token_order_of
+from attn_dispatch.spec.reach import Axis, Band
 
 PAIR_LIMIT = 2**24  #: of tile pairs
+OUTLINED_TOKENS, OUTLINED_PAIRS = 2**20, 2**18  #: of all classes of heads; more take long to look at
 PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 200, 32, 32  #: of tables and while they are built; boxes, positions per axis
-OUTLINED_TOKENS = 2**20  #: of queries and keys: more take long to look at
-OUTLINED_PAIRS = 2**18  #: of tile pairs, of all classes of heads; about 0.1 s
 
 
 def estimated_keys(problem: Problem, order: str, tile: int) -> int:
     """Estimated keys in the key tiles that one query tile reads, if tiles are aligned with segments and windows."""
     pattern, most = problem.pattern.natural, -(-problem.k_len // tile) * tile
     order = order if problem.pattern is pattern else token_order_of(problem.pattern)
-    if order == HILBERT and not isinstance(pattern, Neighborhood):
+    if order == HILBERT and not pattern.axes:
         return most  # a folded sequence mixes distant tokens in each tile
-    if isinstance(pattern, Neighborhood):
-        most = min(most, math.prod(_spans(pattern, order, tile)))
-    elif isinstance(pattern, Dilated):
-        lengths = [min(length, problem.k_len) for length in pattern.segment_lengths]
-        if order == RESIDUE:
-            lengths = [sum(-(-length // rate) for length, rate in zip(lengths, pattern.dilation_rates))]
-        most = min(most, -(-max(lengths) // tile) * tile)
+    if pattern.axes:
+        most = min(most, math.prod(_spans(pattern.axes, order, tile)))
+    elif pattern.branches:
+        cuts = [(min(length, problem.k_len), rate) for length, rate in pattern.branches]
+        widest = sum(-(-length // rate) for length, rate in cuts) if order == RESIDUE else max(cuts)[0]
+        most = min(most, -(-widest // tile) * tile)
     else:
         most = min(most, sum(_keys_of_band(band, problem, tile) for band in _bands(problem)))
     return max(most, tile)
@@ -55,10 +57,10 @@ def _bands(problem: Problem) -> list[Band]:
     return max(found, key=len)
 
 
-def _spans(pattern: Neighborhood, order: str, tile: int) -> list[int]:
+def _spans(axes: tuple[Axis, ...], order: str, tile: int) -> list[int]:
     """Per axis, the places that a tile and its windows span."""
     found = []
-    for axis, side in zip(pattern.axes, _sides(pattern, order, tile)):
+    for axis, side in zip(axes, _sides(axes, order, tile)):
         size, reaches = axis.size, axis.inner_sides
         if order == NATURAL and side > 1:
             # Adjacent tokens have all residues; elsewhere a tile has tokens of one residue.
@@ -70,14 +72,14 @@ def _spans(pattern: Neighborhood, order: str, tile: int) -> list[int]:
     return found
 
 
-def _sides(pattern: Neighborhood, order: str, tile: int) -> list[int]:
+def _sides(axes: tuple[Axis, ...], order: str, tile: int) -> list[int]:
     """The shape of a tile: in natural order a part of a row, or several rows; else as close to a cube as possible."""
-    sides = [1] * len(pattern.grid)
+    sides = [1] * len(axes)
     if order == NATURAL:
-        for axis in reversed(range(len(sides))):
-            sides[axis] = min(pattern.grid[axis], max(1, tile // math.prod(sides)))
+        for number in reversed(range(len(axes))):
+            sides[number] = min(axes[number].size, max(1, tile // math.prod(sides)))
         return sides
-    members = [-(-size // step) for size, step in zip(pattern.grid, pattern.dilation)]
+    members = [-(-axis.size // axis.dilation) for axis in axes]
     while math.prod(sides) < tile and any(side < size for side, size in zip(sides, members)):
         axis = min((side, -axis) for axis, (side, size) in enumerate(zip(sides, members)) if side < size)[1]
         sides[-axis] *= 2
@@ -96,16 +98,16 @@ def most_pairs(problem: Problem, order: str, tile: int) -> int:
 
 def most_axes(problem: Problem) -> int:
     """Upper bound of the axes of all branches."""
-    return 2 * len(_bands(problem) or getattr(problem.pattern.natural, "grid", "-"))
+    return 2 * len(_bands(problem) or problem.pattern.natural.axes)
 
 
 def outline(problem: Problem, order: str, tile: int) -> Outline:
     """The outline of the tables; of long sequences an upper bound."""
     pairs = most_pairs(problem, order, tile) * len(head_classes(problem.pattern, problem.heads))
     if problem.q_len + problem.k_len <= OUTLINED_TOKENS and pairs <= OUTLINED_PAIRS:
-        return outline_of(problem.pattern, problem.q_len, problem.k_len, problem.heads, order, tile)
+        return outline_of(replace(problem, device=torch.device("cpu")), order, tile)
     # Tiles that are not aligned, or of other shapes along a curve, see more than is estimated.
-    return Outline(pairs, pairs, min(-(-problem.k_len // tile), 4 * estimated_keys(problem, order, tile) // tile))
+    return Outline(pairs, pairs, 4 * estimated_keys(problem, order, tile) // tile)
 
 
 def tile_table_bytes(problem: Problem, order: str, tile: int) -> int:
@@ -113,6 +115,35 @@ def tile_table_bytes(problem: Problem, order: str, tile: int) -> int:
     found, axes = outline(problem, order, tile), most_axes(problem)
     classes = len(head_classes(problem.pattern, problem.heads))
     masks = min(found.kinds * tile**2, MASK_BYTES * classes) * (3 + sum_dtype(problem.dtype).itemsize)
-    compared = min(-(-problem.q_len // tile) * -(-problem.k_len // tile), AT_ONCE) * axes
-    places = POSITION_BYTES * axes * (1 + classes) * (problem.q_len + problem.k_len)
-    return found.pairs * PAIR_BYTES + masks + places + BOX_BYTES * compared
+    compared = min(-(-problem.q_len // tile) * -(-problem.k_len // tile), AT_ONCE)
+    places = POSITION_BYTES * (1 + classes) * (problem.q_len + problem.k_len)
+    return found.pairs * PAIR_BYTES + masks + axes * (places + BOX_BYTES * compared)
+
+
+def workspace_bytes(problem: Problem, order: str, tile: int) -> int:
+    """Upper bound of what tables, `run` and its backward allocate besides q, k, v, out and their gradients."""
+    seen = outline(problem, order, tile).widest * tile
+    return call_bytes(problem, tile, seen) + tile_table_bytes(problem, order, tile)
+
+
+def call_bytes(problem: Problem, tile: int, seen: int) -> int:
+    """`workspace_bytes` without tables, of tiles of queries that see up to `seen` keys each."""
+    item, wide, grads = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize, problem.needs_grad
+    d = -(-(problem.head_dim + 1) // CUDA_HEAD_ALIGN) * CUDA_HEAD_ALIGN  # a column for the gradient of lse
+    classes = [len(each) for each, _ in head_classes(problem.pattern, problem.heads)]
+    heads, spread = max(classes), len(classes) > 1 and problem.heads != problem.kv_heads
+    q_tiles, seen = -(-problem.q_len // tile), min(seen, -(-problem.k_len // tile) * tile)
+    keys = min(max(most_keys(problem, tile), seen), q_tiles * seen)  # gathered at once
+    q, k = min(keys, q_tiles * tile) * heads, keys * (heads if spread else min(heads, problem.kv_heads))
+    # What is gathered, and results; with gradients the operands and results of both passes, with the column, and sums.
+    columns = grads * problem.return_lse
+    rows = (2 + 3 * grads + 3 * columns) * q + (2 + 2 * grads + 2 * columns) * k + 2 * keys * problem.kv_heads * spread
+    chunk = (rows * item + k * wide * grads) * d + keys * tile * (wide + 8)
+    total = copied_bytes(problem, masked_keys=False) + kernel_bytes(problem, k)
+    total += problem.batch * (problem.q_len + problem.k_len) * (3 * problem.heads * wide + 16)  # lse and masks
+    flipped = problem.scale < SMALLEST_SCALE[sum_dtype(problem.dtype)]
+    total += problem.batch * problem.q_len * problem.heads * d * item * flipped  # q with the scale's sign
+    total += 2 * problem.batch * problem.k_len * problem.kv_heads * d * wide * grads
+    if problem.device.type != "cpu":
+        return total + 2 * chunk  # kernels copy rows that are not aligned
+    return total + min(torch.get_num_threads(), problem.batch * -(-q_tiles * seen // keys)) * chunk

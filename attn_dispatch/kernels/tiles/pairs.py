@@ -56,18 +56,11 @@ class Branch:
 
     def relative(self, queries: Tensor, keys: Tensor) -> list[Tensor]:
         """What the masks of these pairs depend on: int32 [pairs, tile] each. Equal entries, equal masks."""
-        firsts, lasts, places, empty = list[Tensor](), list[Tensor](), list[Tensor](), None
-        for axis_first, axis_last, at in zip(self.first, self.last, self.at):
-            first, last, place = axis_first[queries], axis_last[queries], at[keys]
-            low, high = place.amin(1, keepdim=True), place.amax(1, keepdim=True)
-            none = (first > high) | (last < low) | (first > last)
-            empty = none if empty is None else empty | none
-            firsts.append(first.clamp(low, high) - low)
-            lasts.append(last.clamp(low, high) - low)
-            places.append(place - low)
-        assert empty is not None
-        ends = [x.masked_fill_(empty, 0) for x in lasts]
-        return [*(x.masked_fill_(empty, 1) for x in firsts), *ends, *places]
+        (first, last), place = (x[:, queries] for x in (self.first, self.last)), self.at[:, keys]
+        low, high = place.amin(2, keepdim=True), place.amax(2, keepdim=True)
+        empty = ((first > high) | (last < low) | (first > last)).any(0)
+        firsts, lasts = (first.clamp(low, high) - low), (last.clamp(low, high) - low)
+        return [*firsts.masked_fill_(empty, 1), *lasts.masked_fill_(empty, 0), *(place - low)]
 
 
 class Pairs(NamedTuple):
@@ -185,40 +178,20 @@ def _near(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
 def _kinds(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """The kind of each pair, and a pair of each kind.
 
-    First by the distance of two tiles and what each is apart from its place: there are few such groups, and only of
-    these the rows are compared.
+    First by two tiles' distance and what each is apart from its place: only of such groups the rows are compared.
     """
     if not len(queries):
         return queries, queries
-    distances = [
-        at[:, 0][keys] - last[:, 0][queries] for branch in branches for last, at in zip(branch.last, branch.at)
-    ]
-    columns = [_numbered(_query_rows(branches))[queries], _numbered(_key_rows(branches))[keys], *distances]
+    sides = [(first, last) for branch in branches for first, last in zip(branch.first, branch.last)]
+    places = [at for branch in branches for at in branch.at]
+    columns = [at[:, 0][keys] - last[:, 0][queries] for (_, last), at in zip(sides, places)]
+    columns.append(_numbered([[x - last[:, :1] for first, last in sides for x in (first, last)]])[queries])
+    columns.append(_numbered([[at - at[:, :1] for at in places]])[keys])
     groups, of_pair = _together(columns)
     some = torch.empty(groups, dtype=torch.int64).scatter_(0, of_pair, torch.arange(len(queries)))
-    parts = torch.split(some, _rows_at_once(3, branches))
+    parts = torch.split(some, max(1, NUMBERS // (3 * len(places) * places[0].shape[1])))
     found = _numbered([x for each in branches for x in each.relative(queries[part], keys[part])] for part in parts)
-    examples = torch.empty(int(found.max()) + 1, dtype=torch.int64).scatter_(0, found, some)
-    return found[of_pair], examples
-
-
-def _rows_at_once(columns: int, branches: Sequence[Branch]) -> int:
-    """Rows that have NUMBERS entries together, where a row has `columns` for each axis and token."""
-    axes = sum(len(branch.at) for branch in branches)
-    return max(1, NUMBERS // (columns * axes * branches[0].at.shape[2]))
-
-
-def _query_rows(branches: Sequence[Branch]) -> Iterator[list[Tensor]]:
-    """What the queries of each tile see, relative to its first query."""
-    for some in torch.split(torch.arange(branches[0].last.shape[1]), _rows_at_once(2, branches)):
-        axes = [(first[some], last[some]) for each in branches for first, last in zip(each.first, each.last)]
-        yield [x - last[:, :1] for first, last in axes for x in (first, last)]
-
-
-def _key_rows(branches: Sequence[Branch]) -> Iterator[list[Tensor]]:
-    """The places of each tile's keys, relative to its first key."""
-    for some in torch.split(torch.arange(branches[0].at.shape[1]), _rows_at_once(1, branches)):
-        yield [at[some] - at[some, :1] for each in branches for at in each.at]
+    return found[of_pair], torch.empty(int(found.max()) + 1, dtype=torch.int64).scatter_(0, found, some)
 
 
 def _numbered(parts: Iterable[list[Tensor]]) -> Tensor:

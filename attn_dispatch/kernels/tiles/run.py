@@ -16,7 +16,8 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.dense import DenseCall, Kernel, with_lse_column
-from attn_dispatch.kernels.heads import kv_head_index, kv_heads_of
+from attn_dispatch.kernels.device_cache import kv_head_index
+from attn_dispatch.kernels.heads import kv_heads_of
 from attn_dispatch.kernels.hidden import Hidden, padding_mask
 from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
 from attn_dispatch.kernels.tiles.pairs import pair_counts

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,14 +18,11 @@ from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles.pairs import Branch, Pairs, each_row, pair_counts, pairs_of
-from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries
+from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries, token_order_of
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import token_order_of
-from attn_dispatch.spec.tracing import make_plain
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
-OUTLINES = 64  #: problems whose outlines are cached
 MASK_BYTES = 2**25  #: of distinct masks, one byte per entry; a table with more computes them in every call
 ENTRIES = 2**18  #: mask entries computed at once
 MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
@@ -104,12 +100,48 @@ def _key(problem: Problem, order: str, tile: int) -> Hashable:
 
 
 def _tables(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
-    pattern, q_len, k_len, device = problem.pattern, problem.q_len, problem.k_len, problem.device
-    q_pos, k_pos = _positions(pattern, q_len, k_len, order, tile)
-    classes = _branches_by_heads(pattern, q_len, k_len, problem.heads, q_pos, k_pos)
-    made = (_table(members, branches, q_pos, k_pos, sum_dtype(problem.dtype)) for members, branches in classes)
+    device, dtype = problem.device, sum_dtype(problem.dtype)
+    made = (_table(members, branches, *rows, dtype) for members, branches, rows in _branches(problem, order, tile))
     return tuple(table if device.type == "cpu" else table.to(device) for table in made)
 
+
+def _branches(
+    problem: Problem, order: str, tile: int
+) -> Iterator[tuple[range, tuple[Branch, ...], tuple[Tensor, Tensor]]]:
+    """The classes of heads, the branches of each by tiles, and the rows of tiles of queries and keys."""
+    pattern, q_len, k_len = problem.pattern, problem.q_len, problem.k_len
+    if permutation(token_order_of(pattern), pattern.natural, q_len) is not None:
+        order = NATURAL  # tokens stored in another order are tiled as stored
+    q_pos = k_pos = _tiled(permutation_of_queries(order, pattern.natural, q_len, k_len), q_len, tile)
+    if q_len != k_len:
+        k_pos = _tiled(permutation(order, pattern.natural, k_len), k_len, tile)
+    for members, offsets in head_classes(pattern, problem.heads):
+        reaches = pattern.reaches(torch.arange(q_len), torch.arange(k_len), q_len, k_len, offsets)
+        yield members, tuple(Branch.of(reach, q_pos, k_pos, k_len) for reach in reaches), (q_pos, k_pos)
+
+
+class Outline(NamedTuple):
+    """What is known of the tables of all classes of heads before their masks are computed.
+
+    Args:
+        pairs: whose boxes meet. kinds: of these pairs, at least as many as there are masks.
+        widest: the most key tiles of a query tile.
+    """
+
+    pairs: int
+    kinds: int
+    widest: int
+
+
+def _outline(problem: Problem, order: str, tile: int) -> Outline:
+    found = [pairs_of(branches) for _, branches, _ in _branches(problem, order, tile)]
+    counts = [(len(x.queries), len(x.examples), int(x.queries.bincount(minlength=1).max())) for x in found]
+    pairs, kinds, widest = zip(*counts)
+    return Outline(sum(pairs), sum(kinds), max(widest))
+
+
+#: The same, in a small part of the time.
+outline_of = device_cache.DeviceCache(_outline, _key)
 
 #: From a problem, order and tile a table for each class of heads, on the problem's device.
 tables_of = device_cache.DeviceCache(_tables, _key)
@@ -136,57 +168,12 @@ def tables_at(
     Returns:
         A table for each class of heads; heads and places are those of the tensors.
     """
-    q_rows, k_rows = _tiled(None, len(queries), tile), _tiled(None, len(keys), tile)
-    found = []
+    rows, found = (_tiled(None, len(queries), tile), _tiled(None, len(keys), tile)), []
     for members, offsets in head_classes(pattern, heads, which):
         reaches = pattern.reaches(queries, keys, length, length, offsets)
-        branches = tuple(Branch.of(reach, q_rows, k_rows, len(keys)) for reach in reaches)
-        found.append(_table(members, branches, q_rows, k_rows, dtype))
+        branches = tuple(Branch.of(reach, *rows, len(keys)) for reach in reaches)
+        found.append(_table(members, branches, *rows, dtype))
     return tuple(found)
-
-
-def _positions(pattern: Pattern, q_len: int, k_len: int, order: str, tile: int) -> tuple[Tensor, Tensor]:
-    """`TileTable.q_pos` and `k_pos`."""
-    if permutation(token_order_of(pattern), pattern.natural, q_len) is not None:
-        order = NATURAL  # tokens stored in another order are tiled as stored
-    q_pos = _tiled(permutation_of_queries(order, pattern.natural, q_len, k_len), q_len, tile)
-    return q_pos, q_pos if q_len == k_len else _tiled(permutation(order, pattern.natural, k_len), k_len, tile)
-
-
-def _branches_by_heads(
-    pattern: Pattern, q_len: int, k_len: int, heads: int, q_pos: Tensor, k_pos: Tensor
-) -> Iterator[tuple[range, tuple[Branch, ...]]]:
-    """The classes of heads, and the branches of each by tiles."""
-    for members, offsets in head_classes(pattern, heads):
-        reaches = pattern.reaches(torch.arange(q_len), torch.arange(k_len), q_len, k_len, offsets)
-        yield members, tuple(Branch.of(reach, q_pos, k_pos, k_len) for reach in reaches)
-
-
-class Outline(NamedTuple):
-    """What is known of the tables of all classes of heads before their masks are computed.
-
-    Args:
-        pairs: whose boxes meet. kinds: of these pairs, at least as many as there are masks.
-        widest: the most key tiles of a query tile.
-    """
-
-    pairs: int
-    kinds: int
-    widest: int
-
-
-@lru_cache(maxsize=OUTLINES)
-def outline_of(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> Outline:
-    """Takes a small part of the time of building the tables."""
-    return make_plain(_outline, pattern, q_len, k_len, heads, order, tile)
-
-
-def _outline(pattern: Pattern, q_len: int, k_len: int, heads: int, order: str, tile: int) -> Outline:
-    positions = _positions(pattern, q_len, k_len, order, tile)
-    found = [pairs_of(branches) for _, branches in _branches_by_heads(pattern, q_len, k_len, heads, *positions)]
-    counts = [(len(x.queries), len(x.examples), int(x.queries.bincount(minlength=1).max())) for x in found]
-    pairs, kinds, widest = zip(*counts)
-    return Outline(sum(pairs), sum(kinds), max(widest))
 
 
 def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:

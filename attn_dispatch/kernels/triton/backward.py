@@ -18,7 +18,6 @@ from attn_dispatch.kernels.triton.forward import (
     TILE,
     VARIABLE,
     columns_of,
-    mirrored,
     phases_of,
     program_place,
     rows_of,
@@ -54,7 +53,6 @@ def backward_q(
     runs,
     first_tile,
     kind_of,
-    launches,
     q_b,
     q_n,
     q_h,
@@ -94,12 +92,9 @@ def backward_q(
     GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
-    LISTED: tl.constexpr,
 ):
     """dq as out, scaled_lse and delta [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, tile, last_tile, backwards = program_place(
-        first_tile, kind_of, launches, heads, programs, together, LISTED
-    )
+    batch, head, tile, last_tile = program_place(first_tile, kind_of, heads, programs, together)
     if tile >= last_tile:
         return
     first, last, count, rows, first_run, end_run = rows_of(tiles + tile * TILE, ROWS)
@@ -137,15 +132,13 @@ def backward_q(
         GRAD_LSE,
     )
     acc, acc_rest = zeros(ROWS, BLOCK_D, REST_D)
-    for nth_run in range(first_run, end_run):
-        run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
+    for run in range(first_run, end_run):
         run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
             runs + run * RUN, first, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
-        for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
-            n_from, n_to, n_last = span_of(begin, unmasked_begin, unmasked_end, end, backwards, phase, COLUMNS, LISTED)
-            for nth in range(n_from, n_to, COLUMNS):
-                n = mirrored(nth, n_from, n_last, backwards, LISTED)
+        for phase in tl.static_range(0 if LOW else 1, 3):
+            n_from, n_to = span_of(begin, unmasked_begin, unmasked_end, end, phase)
+            for n in range(n_from, n_to, COLUMNS):
                 columns, visible = columns_of(run_start, run_step, n, end, lowest, highest, phase, COLUMNS, LOW, HIGH)
                 seen = every
                 if KEY_MASK:
@@ -181,7 +174,6 @@ def backward_kv(
     runs,
     first_tile,
     kind_of,
-    launches,
     q_b,
     q_n,
     q_h,
@@ -220,12 +212,9 @@ def backward_kv(
     KEY_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
-    LISTED: tl.constexpr,
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
-    batch, head, tile, last_tile, backwards = program_place(
-        first_tile, kind_of, launches, heads, programs, together, LISTED
-    )
+    batch, head, tile, last_tile = program_place(first_tile, kind_of, heads, programs, together)
     if tile >= last_tile:
         return
     first, last, count, rows, first_run, end_run = rows_of(tiles + tile * TILE, ROWS)
@@ -249,8 +238,7 @@ def backward_kv(
         valid_key = valid_key & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
     acc_k, acc_k_rest = zeros(ROWS, BLOCK_D, REST_D)
     acc_v, acc_v_rest = zeros(ROWS, BLOCK_D, REST_D)
-    for nth_run in range(first_run, end_run):
-        run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
+    for run in range(first_run, end_run):
         run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
             runs + run * RUN, first, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
@@ -258,10 +246,9 @@ def backward_kv(
         query_head = q + batch * q_b + q_head * q_h
         grad_head = grad + batch * grad_b + q_head * grad_h
         scalars = (batch * heads * GROUP + q_head) * q_len
-        for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
-            n_from, n_to, n_last = span_of(begin, unmasked_begin, unmasked_end, end, backwards, phase, COLUMNS, LISTED)
-            for nth in range(n_from, n_to, COLUMNS):
-                n = mirrored(nth, n_from, n_last, backwards, LISTED)
+        for phase in tl.static_range(0 if LOW else 1, 3):
+            n_from, n_to = span_of(begin, unmasked_begin, unmasked_end, end, phase)
+            for n in range(n_from, n_to, COLUMNS):
                 columns, visible = columns_of(run_start, run_step, n, end, lowest, highest, phase, COLUMNS, LOW, HIGH)
                 query, query_rest = load_rows(query_head, columns, every, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
                 s = scores(key, key_rest, query, query_rest, REST_D, PRECISION)

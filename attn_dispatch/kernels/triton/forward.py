@@ -4,7 +4,7 @@ q, k and v may have any strides. Results are contiguous; sums are in float32. Im
 
 A tile's unused lanes repeat its last row, so that only stores need a mask for them. A run's columns have three phases:
 first columns that some rows do not see, columns that all rows see, and last columns that some rows do not see; only the
-outer two are masked. With a launch order, some tiles process their runs, phases and blocks in reverse.
+outer two are masked.
 
 Source: Dao 2023, FlashAttention-2, algorithm 1; Milakov & Gimelshein 2018, online softmax.
 """
@@ -28,7 +28,6 @@ from attn_dispatch.kernels.triton.parts import (
 
 TILE = tl.constexpr(5)  #: entries of a tile, see work_list.WorkList
 RUN = tl.constexpr(4)
-LAUNCH = tl.constexpr(3)  #: entries of a launch, see launch_order.launch_order_of
 
 
 #: Arguments whose values do not change the machine code.
@@ -36,32 +35,21 @@ VARIABLE = ("heads", "programs", "together", "q_len", "k_len", "low", "high")
 
 
 @triton.jit
-def program_place(first_tile, kind_of, launches, heads, programs, together, LISTED: tl.constexpr):
-    """This program's batch row, head and tile, the end of the head's tiles, and whether columns go in reverse.
+def program_place(first_tile, kind_of, heads, programs, together):
+    """This program's batch row, head and tile, and the end of the head's tiles.
 
-    With LISTED the `programs` entries of `launches` give head, tile and direction of each batch row's programs.
-    Otherwise each head of a batch row has `programs` programs, as many as the most tiles of a head, and `together` of
-    them take turns: first all their first tiles.
+    Each head of a batch row has `programs` programs, as many as the most tiles of a head, and `together` of them take
+    turns: first all their first tiles.
     """
     program = tl.program_id(0)
-    if LISTED:
-        at = launches + program % programs * LAUNCH
-        batch = program // programs
-        head = tl.load(at)
-        tile = tl.load(at + 1)
-        last_tile = tile + 1
-        backwards = tl.load(at + 2) != 0
-    else:
-        first = program // (together * programs) * together
-        beside = tl.minimum(together, tl.num_programs(0) // programs - first)
-        nth = program - first * programs
-        batch = (first + nth % beside) // heads
-        head = (first + nth % beside) % heads
-        kind = tl.load(kind_of + head)
-        tile = tl.load(first_tile + kind) + nth // beside
-        last_tile = tl.load(first_tile + kind + 1)
-        backwards = program < 0
-    return batch.to(tl.int64), head.to(tl.int64), tile, last_tile, backwards
+    first = program // (together * programs) * together
+    beside = tl.minimum(together, tl.num_programs(0) // programs - first)
+    nth = program - first * programs
+    batch = (first + nth % beside) // heads
+    head = (first + nth % beside) % heads
+    kind = tl.load(kind_of + head)
+    tile = tl.load(first_tile + kind) + nth // beside
+    return batch.to(tl.int64), head.to(tl.int64), tile, tl.load(first_tile + kind + 1)
 
 
 @triton.jit
@@ -111,40 +99,17 @@ def phases_of(
 
 
 @triton.jit
-def span_of(
-    begin,
-    unmasked_begin,
-    unmasked_end,
-    end,
-    backwards,
-    PHASE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """A phase's first column, end and start of the last block. In reverse, the outer phases are swapped."""
+def span_of(begin, unmasked_begin, unmasked_end, end, PHASE: tl.constexpr):
+    """A phase's first column and end."""
     n_from = unmasked_begin
     n_to = unmasked_end
     if PHASE == 0:
         n_from = begin
         n_to = tl.minimum(unmasked_begin, end)
-        if LISTED:
-            n_from = tl.where(backwards, unmasked_end, n_from)
-            n_to = tl.where(backwards, end, n_to)
     if PHASE == 2:
         n_from = unmasked_end
         n_to = end
-        if LISTED:
-            n_from = tl.where(backwards, begin, n_from)
-            n_to = tl.where(backwards, tl.minimum(unmasked_begin, end), n_to)
-    return n_from, n_to, n_from + (n_to - n_from - 1) // COLUMNS * COLUMNS
-
-
-@triton.jit
-def mirrored(at, first, last, backwards, LISTED: tl.constexpr):
-    """`at` mirrored between `first` and `last` if the tile goes in reverse."""
-    if LISTED:
-        at = tl.where(backwards, first + last - at, at)
-    return at
+    return n_from, n_to
 
 
 @triton.jit
@@ -187,7 +152,6 @@ def forward(
     runs,
     first_tile,
     kind_of,
-    launches,
     q_b,
     q_n,
     q_h,
@@ -222,12 +186,9 @@ def forward(
     KEY_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
-    LISTED: tl.constexpr,
 ):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, tile, last_tile, backwards = program_place(
-        first_tile, kind_of, launches, heads, programs, together, LISTED
-    )
+    batch, head, tile, last_tile = program_place(first_tile, kind_of, heads, programs, together)
     if tile >= last_tile:
         return
     first, last, count, rows, first_run, end_run = rows_of(tiles + tile * TILE, ROWS)
@@ -246,15 +207,13 @@ def forward(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc, acc_rest = zeros(ROWS, BLOCK_D, REST_D)
-    for nth_run in range(first_run, end_run):
-        run = mirrored(nth_run, first_run, end_run - 1, backwards, LISTED)
+    for run in range(first_run, end_run):
         run_start, run_step, begin, unmasked_begin, unmasked_end, end = phases_of(
             runs + run * RUN, first, last, length, low, high, COLUMNS, LOW, HIGH, SEQ_LENS
         )
-        for phase in tl.static_range(0 if LOW or LISTED else 1, 3):
-            n_from, n_to, n_last = span_of(begin, unmasked_begin, unmasked_end, end, backwards, phase, COLUMNS, LISTED)
-            for nth in range(n_from, n_to, COLUMNS):
-                n = mirrored(nth, n_from, n_last, backwards, LISTED)
+        for phase in tl.static_range(0 if LOW else 1, 3):
+            n_from, n_to = span_of(begin, unmasked_begin, unmasked_end, end, phase)
+            for n in range(n_from, n_to, COLUMNS):
                 columns, visible = columns_of(run_start, run_step, n, end, lowest, highest, phase, COLUMNS, LOW, HIGH)
                 seen = every
                 if KEY_MASK:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
-from attn_dispatch.kernels.contract import Refusal, refuse_dropout, refuse_dtype, refuse_pattern, refuse_ranks
+from attn_dispatch.kernels.contract import Refusal, refuse_pattern
+from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.kernels.triton.blocks import (
     HEAD_DIM_LIMIT,
     BlockConfig,
@@ -39,9 +40,12 @@ from attn_dispatch.log import logger
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED_DTYPES = (torch.float16, torch.float32)  #: not bfloat16: the interpreter uses numpy, which lacks it
-LEAST_CAPABILITY = (8, 0)  #: the first with bfloat16 products and asynchronous copies
+#: From capability 8.0 on there are bfloat16 products and asynchronous copies.
+LIMITS = Limits(
+    "cuda", dict.fromkeys((*HALF, torch.float32), (8, 0)), head_dim=HEAD_DIM_LIMIT, grad_lse=True, masks=True, rocm=True
+)
+#: Without bfloat16: the interpreter uses numpy, which lacks it.
+INTERPRETED = LIMITS._replace(device="cpu", dtypes=dict.fromkeys((torch.float16, torch.float32), ANY))
 COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
@@ -108,28 +112,13 @@ def interpreting() -> bool:
 
 def refusals(problem: Problem, patterns: tuple[type[Pattern], ...]) -> list[Refusal]:
     """The refusals common to all Triton backends."""
-    found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_pattern(problem, patterns)
+    limits = INTERPRETED if problem.device.type == "cpu" and interpreting() else LIMITS
+    found = limits.refusals(problem) + refuse_pattern(problem, patterns)
     if find_spec("triton") is None:
         found.append(Refusal("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')"))
-    found += _refuse_device(problem)
-    if problem.head_dim > HEAD_DIM_LIMIT:
-        found.append(Refusal("head_dim", f"has blocks up to head_dim {HEAD_DIM_LIMIT}, not {problem.head_dim}"))
     positions = problem.q_len + problem.k_len
     if positions > POSITION_LIMIT:
         found.append(Refusal("length", f"counts up to {POSITION_LIMIT} queries and keys, not {positions}"))
-    return found
-
-
-def _refuse_device(problem: Problem) -> list[Refusal]:
-    if problem.device.type == "cpu" and interpreting():
-        return refuse_dtype(problem, INTERPRETED_DTYPES)
-    found = refuse_dtype(problem, DTYPES)
-    if problem.device.type != "cuda":
-        return [*found, Refusal("device", f"runs on cuda, not {problem.device.type}")]
-    capability = torch.cuda.get_device_capability(problem.device)
-    if capability < LEAST_CAPABILITY:
-        has, least = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
-        found.append(Refusal("capability", f"needs CUDA capability {least}, {problem.device} has {has}"))
     return found
 
 
@@ -204,11 +193,6 @@ def masks_of(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | Non
     """seq_lens and key_mask of a call, as kernels read them."""
     seq_lens = tensors.get("seq_lens")
     return None if seq_lens is None else seq_lens.contiguous(), mask_bytes(tensors.get("key_mask"))
-
-
-def padded_head_dim(problem: Problem) -> int:
-    """head_dim rounded up to a power of two, at least SMALLEST_SIDE."""
-    return padded(problem.head_dim)
 
 
 def as_float32(scale: float) -> float:

@@ -13,15 +13,13 @@ from torch import Tensor
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import run as native
-from attn_dispatch.kernels.native.neighbours import neighbour_tables_at
-from attn_dispatch.kernels.native.tables import NativeTables
+from attn_dispatch.kernels.native.tables import NativeTables, neighbour_tables_at
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tiles
 from attn_dispatch.kernels.tiles.tables import TileTable, tables_at
-from attn_dispatch.spec.orders import HILBERT, permutation, places, serves
+from attn_dispatch.spec.orders import HILBERT, permutation, places, serves, token_order_of
 from attn_dispatch.spec.pattern import Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import token_order_of
 
 TILE = 64  #: rows of a tile
 

@@ -20,11 +20,10 @@ from attn_dispatch.ring.engine.by_position import TILE, Solve, position_tables
 from attn_dispatch.ring.rows.chunking import block_rows, blocks, line_of, segments
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import kv_classes, shares_segment
-from attn_dispatch.spec.orders import permutation
+from attn_dispatch.spec.orders import permutation, token_order_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band
-from attn_dispatch.spec.reordered import token_order_of
 
 #: Backends for parts, the preferred first: their backward pass takes the out and lse over all keys (`partial`, see
 #: `contract`). Not measured; on CUDA, PyTorch's kernels come first where one call is the whole part, else a fused one.

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from attn_dispatch.kernels.hidden import may_hide
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.kernels.tiles.memory import call_bytes
+from attn_dispatch.kernels.tiles.estimates import call_bytes
 from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.by_position import TILE
 from attn_dispatch.ring.engine.exchange import Sizes

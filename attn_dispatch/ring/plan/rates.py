@@ -13,9 +13,9 @@ from attn_dispatch.ring.plan.schedule import BOTH, FORWARD
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import group_of
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Neighborhood
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store, shipped
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.heads import heads_by_kind, progressions
-from attn_dispatch.spec.orders import permutation
+from attn_dispatch.spec.orders import permutation, token_order_of
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.reach import Offsets
-from attn_dispatch.spec.reordered import token_order_of
 
 Kind = frozenset[Offsets]  #: of the query heads that read one key head
 
