@@ -10,7 +10,7 @@ trial whose process ended (`died`) or that did not return (`hung`) is a strike, 
 for other reasons than their backend. A first death excludes nothing; a second one in a row excludes the version for
 `FIRST_HOLD`, and each one after a hold for six times as long, up to `LONGEST_HOLD`. A hang that this process saw, or a
 device that it lost, is certain and excludes at once. Processes that die together are one strike: a trial that began
-before the last one was recorded adds none. A trial that times the version clears its strikes.
+before the last one was recorded, or ends within a hold, adds none. A trial that times the version clears its strikes.
 """
 
 from __future__ import annotations
@@ -72,28 +72,19 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return NO_HOLD if self.until is None else self.until - self.created
 
     @property
-    def is_of_future(self) -> bool:
-        """Whether a clock that was ahead dated it: it must not exclude anything until that time."""
-        return self.created - CLOCK_ERROR > clock()
-
-    @property
     def holds(self) -> bool:
-        """Whether the entry excludes its version now."""
-        return self.until is None or (clock() < self.until and not self.is_of_future)
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether it rests on two deaths, the least that excludes a version: both may have come from outside."""
-        return self.kind == "died" and self.strikes == 2
+        """Whether the entry excludes its version now; none that a clock that was ahead has dated does."""
+        return self.until is None or self.created - CLOCK_ERROR <= clock() < self.until
 
     @property
     def key(self) -> Key:
         return self.backend, self.version, self.scope
 
-    def shown(self) -> Entry:
-        """The entry with one-line texts, free of terminal control characters."""
-        reason, title = (printable(" ".join(text.split()))[:4000] for text in (self.reason, self.title))
-        return msgspec.structs.replace(self, reason=reason, title=title)
+    def __post_init__(self) -> None:
+        """Make texts one line, free of terminal control characters."""
+        for name in ("reason", "title"):
+            text = printable(" ".join(getattr(self, name).split()))[:4000]
+            msgspec.structs.force_setattr(self, name, text)
 
 
 Table = dict[Key, Entry]
@@ -143,7 +134,7 @@ class Quarantine:
         if entry.kind in STRIKES:
             entry = _struck(entry, self._stored(entry), clock(), certain=True)
         self._entries()
-        self._save(entry.shown())
+        self._save(entry)
 
     def clear_strikes(self, backend: str, version: str | None) -> None:
         """Forget the strikes of a version: it was tried with success."""
@@ -190,7 +181,7 @@ class Quarantine:
             kind="died",
             reason=reason,
             title=trial.title,
-        ).shown()
+        )
 
     def _entries(self) -> Table:
         if self._place not in _known:
@@ -208,7 +199,7 @@ class Quarantine:
             raise ValueError("its content does not match its name")
         if (entry.until is None) == (entry.kind in STRIKES):
             raise ValueError("it has no end, or should have none")
-        return entry.shown()
+        return entry
 
     def _path(self, entry: Entry) -> Path:
         return self._place / f"{files.digest(*entry.key)}.json"
@@ -255,14 +246,11 @@ def shown_time(time: datetime | str) -> str:
 def _struck(entry: Entry, earlier: Entry | None, began: datetime, *, certain: bool = False) -> Entry:
     """Add a strike, of a trial that began at ``began``, to the stored entry of the version."""
     now = clock()
-    if earlier is not None and earlier.kind not in STRIKES:
-        return earlier
-    if earlier is None or earlier.is_of_future:
+    if earlier is None or earlier.created - CLOCK_ERROR > now:
         strikes, hold = 1, FIRST_HOLD if certain else NO_HOLD
-    elif began < earlier.created:
+    elif earlier.holds or began < earlier.created:
         return earlier
-    else:  # within a hold it is tried where little else is left: that makes no hold longer
-        strikes = earlier.strikes + 1
-        hold = min(max(FIRST_HOLD, earlier.hold * (1 if earlier.holds else HOLD_FACTOR)), LONGEST_HOLD)
+    else:
+        strikes, hold = earlier.strikes + 1, min(max(FIRST_HOLD, earlier.hold * HOLD_FACTOR), LONGEST_HOLD)
         entry = msgspec.structs.replace(entry, reason=f"{entry.reason}; strike {strikes}")
     return msgspec.structs.replace(entry, strikes=strikes, created=now, until=now + hold)

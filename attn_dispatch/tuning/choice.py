@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from attn_dispatch.text import gib
@@ -27,7 +27,6 @@ from attn_dispatch.tuning.intervals import (
     paired_ratios,
     ratio_interval,
     ratio_test,
-    safe_ratio,
     shared_rounds,
 )
 
@@ -38,6 +37,7 @@ LEAST_PLAN_MS = 10.0
 BET = 0.10
 ONE_ROUND_BET = 0.25  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
 MANY_ROUNDS = 100  #: rounds from which further ones would not tell more
+ESTIMATE_ROUNDS = 4  #: rounds that an estimate of a disturbed race counts as: a tenth less is sure
 DISTURBED_DOUBT = 4.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
 DISTURBED_SHORT_MS = 40.0  #: milliseconds up to which preemption may have made such an estimate as a whole
 
@@ -114,13 +114,13 @@ class Outcome:
     open: bool = False
 
 
-def per_call_ms(plan_ms: float, calls: int) -> float:
+def per_call_ms(plan_ms: float, calls: float) -> float:
     """Spread the first call's extra milliseconds over ``calls`` calls; 0 below :data:`LEAST_PLAN_MS`."""
     return _plan_ms(plan_ms) / calls
 
 
 def choose(
-    entrants: Sequence[Entrant], incumbent: str | None, *, calls: int, disturbed: bool = False
+    entrants: Sequence[Entrant], incumbent: str | None, *, calls: float, disturbed: bool = False
 ) -> tuple[str, dict[str, Outcome]]:
     """Choose a candidate; its name, and the outcome of each by name.
 
@@ -131,18 +131,23 @@ def choose(
         calls: expected number of calls, over which the cost of the first is spread.
         disturbed: whether other programs ran during the race.
     """
-    kind = _Estimates if disturbed else _Comparison
-    comparison = kind({entrant.name: entrant for entrant in entrants}, incumbent, calls)
+    if disturbed:  # paired ratios mean little, since each sample was disturbed by chance
+        entrants = [replace(each, timing=_estimate(each.timing)) for each in entrants]
+    comparison = _Comparison({each.name: each for each in entrants}, incumbent, calls, disturbed)
     chosen = comparison.choose()
     return chosen, {entrant.name: comparison.outcome(entrant.name, chosen) for entrant in entrants}
 
 
+def _estimate(timing: Timing) -> Timing:
+    return replace(timing, samples_ms=(timing.undisturbed().median_ms,) * ESTIMATE_ROUNDS)
+
+
 class _Comparison:
-    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int) -> None:
+    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: float, disturbed: bool) -> None:
         self._entrants = entrants
         self._able = [name for name, entrant in entrants.items() if entrant.dropped is None] or list(entrants)
         self._incumbent = incumbent if incumbent in self._able else None
-        self._calls = calls
+        self._calls, self._disturbed = calls, disturbed
         self._costs = {name: each.timing.plus(per_call_ms(each.plan_ms, calls)) for name, each in entrants.items()}
 
     def eligible(self) -> list[str]:
@@ -155,7 +160,7 @@ class _Comparison:
     def choose(self) -> str:
         proven = self._proven()
         best = min(self._able, key=lambda name: self._ratio(name, proven))
-        bet = max(BET, ONE_ROUND_BET / max(1, shared_rounds(self._costs[best], self._costs[proven])))
+        bet = max(BET, ONE_ROUND_BET / max(1, self._rounds(best, proven)))
         known = self._beats(proven, best) or self._beats(best, proven)
         return best if self._ratio(best, proven) < 1.0 - bet and not known else proven
 
@@ -166,35 +171,41 @@ class _Comparison:
         return min(unbeaten, key=self._preference, default=min(eligible, key=lambda name: self._costs[name].median_ms))
 
     def outcome(self, name: str, chosen: str) -> Outcome:
-        ratio, low, high = self._paired(name, chosen)
+        timing, best = self._entrants[name].timing, self._entrants[chosen].timing
+        ratio: float | None = None
+        low: float | None = None
+        high: float | None = None
+        if not self._disturbed:
+            ratios, interval = paired_ratios(timing, best), ratio_interval(timing, best, LAST_LOOK)
+            ratio, low, high = statistics.median(ratios) if ratios else None, interval.low, interval.high
+        break_even = self._break_even(name, (self._incumbent or chosen) if name == chosen else chosen)
+        slower = self._entrants[name].dropped is not None or self._beats(chosen, name)
+        status: Literal["chosen", "slower", "tie"] = "chosen" if name == chosen else "slower" if slower else "tie"
         return Outcome(
-            status=self._status(name, chosen),
-            reason=self._reason(name, chosen),
+            status=status,
+            reason=self._reason(name, chosen, status, break_even),
             ratio=ratio,
             ratio_low=low,
             ratio_high=high,
-            break_even=self._break_even(name, self._rival(name, chosen)),
+            break_even=break_even,
             open=self._is_open(name, chosen),
         )
-
-    def _paired(self, name: str, chosen: str) -> tuple[float | None, float | None, float | None]:
-        """The ratio of an outcome, with its interval."""
-        timing, best = self._entrants[name].timing, self._entrants[chosen].timing
-        interval, ratios = ratio_interval(timing, best, LAST_LOOK), paired_ratios(timing, best)
-        return statistics.median(ratios) if ratios else None, interval.low, interval.high
 
     def _ratio(self, name: str, other: str) -> float:
         """Estimated cost of a candidate over that of another."""
         return statistics.median(paired_ratios(self._costs[name], self._costs[other]))
 
+    def _rounds(self, name: str, other: str) -> int:
+        return shared_rounds(self._costs[name], self._costs[other])
+
     def _is_open(self, name: str, chosen: str) -> bool:
-        if name == chosen or name not in self._able or self._beats(chosen, name):
+        if self._disturbed:
+            short = self._costs[name].median_ms <= DISTURBED_SHORT_MS
+            return name != chosen and (short or self._ratio(name, chosen) < DISTURBED_DOUBT)
+        rivals, rounds = {chosen, self._incumbent or chosen} - {name}, self._rounds(name, chosen)
+        if name == chosen or name not in self._able or self._beats(chosen, name) or rounds >= MANY_ROUNDS:
             return False
-        rivals = {chosen, self._incumbent or chosen}
-        if any(ratio_test(self._costs[name], self._costs[each], MARGIN) == "not" for each in rivals - {name}):
-            return False
-        rounds = shared_rounds(self._costs[name], self._costs[chosen])
-        if rounds >= MANY_ROUNDS:
+        if any(ratio_test(self._costs[name], self._costs[each], MARGIN) == "not" for each in rivals):
             return False
         # The interval of few rounds is narrower than what is known: their samples follow one another.
         doubt = ONE_ROUND_BET / max(1, rounds)
@@ -206,40 +217,25 @@ class _Comparison:
     def _preference(self, name: str) -> tuple[int, int]:
         return self._entrants[name].workspace_bytes, self._entrants[name].rank
 
-    def _status(self, name: str, chosen: str) -> Literal["chosen", "slower", "tie"]:
-        if name == chosen:
-            return "chosen"
-        slower = self._entrants[name].dropped is not None or self._beats(chosen, name)
-        return "slower" if slower else "tie"
-
-    def _rival(self, name: str, chosen: str) -> str:
-        return (self._incumbent or chosen) if name == chosen else chosen
-
-    def _reason(self, name: str, chosen: str) -> str:
-        if name == chosen and chosen not in self.eligible():
-            rounds = shared_rounds(self._costs[name], self._costs[self._proven()])
-            return f"the better bet: {_rounds(rounds)} too few to prove it"
-        entrant = self._entrants[name]
-        if entrant.dropped is not None:
-            return f"{entrant.dropped:.1f} times the fastest in first calls, not tried again"
-        break_even = self._break_even(name, self._rival(name, chosen))
+    def _reason(self, name: str, chosen: str, status: str, break_even: float | None) -> str:
+        if status == "chosen" and chosen not in self.eligible():
+            return f"the better bet: {_too_few(self._rounds(name, self._proven()))} to prove it"
+        dropped = self._entrants[name].dropped
+        if dropped is not None:
+            return f"{dropped:.1f} times the fastest in first calls, not tried again"
         if break_even is not None:
-            return self._pays(break_even, name == chosen)
-        return self._tie(name, chosen) if self._status(name, chosen) == "tie" else ""
-
-    def _pays(self, break_even: float, chosen: bool) -> str:
-        calls = math.ceil(break_even)
-        pays = f"pays after {calls:,} call{'' if calls == 1 else 's'}"
-        if chosen or break_even > self._calls:
-            return pays
-        return f"{pays}, and not surely by {MARGIN:.0%} within {self._calls:,}"
+            calls = math.ceil(break_even)
+            pays = f"pays after {calls:,} call{'' if calls == 1 else 's'}"
+            sure = status == "chosen" or break_even > self._calls
+            return pays if sure else f"{pays}, and not surely by {MARGIN:.0%} within {self._calls:,.0f}"
+        return self._tie(name, chosen) if status == "tie" else ""
 
     def _tie(self, name: str, chosen: str) -> str:
         """The reason why a candidate that is not surely slower was not chosen."""
-        cost, best = self._costs[name], self._costs[chosen]
-        ratio = statistics.median(paired_ratios(cost, best))
-        if not 1.0 - MARGIN <= ratio <= 1.0 / (1.0 - MARGIN):
-            return f"{_rounds(shared_rounds(cost, best))} too few to tell"
+        if self._disturbed:
+            return "too close to tell while other programs ran"
+        if not 1.0 - MARGIN <= self._ratio(name, chosen) <= 1.0 / (1.0 - MARGIN):
+            return f"{_too_few(self._rounds(name, chosen))} to tell"
         if chosen == self._incumbent:
             return f"a tie goes to the incumbent, {chosen}"
         if name not in self.eligible():
@@ -259,36 +255,8 @@ class _Comparison:
         return dearer_ms / statistics.median(slow - fast for slow, fast in pairs)
 
 
-class _Estimates(_Comparison):
-    """Of a disturbed race: paired ratios mean little, since each sample was disturbed by chance."""
-
-    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int) -> None:
-        super().__init__(entrants, incumbent, calls)
-        self._estimates = {name: cost.undisturbed().median_ms for name, cost in self._costs.items()}
-
-    def choose(self) -> str:
-        best = min(self._able, key=lambda name: self._estimates[name])
-        return best if self._incumbent is None or self._beats(best, self._incumbent) else self._incumbent
-
-    def _paired(self, name: str, chosen: str) -> tuple[float | None, float | None, float | None]:
-        return None, None, None
-
-    def _ratio(self, name: str, other: str) -> float:
-        return safe_ratio(self._estimates[name], self._estimates[other])
-
-    def _beats(self, name: str, rival: str) -> bool:
-        return name != rival and self._ratio(name, rival) < 1.0 - BET
-
-    def _is_open(self, name: str, chosen: str) -> bool:
-        doubtful = self._ratio(name, chosen) < DISTURBED_DOUBT or self._estimates[name] <= DISTURBED_SHORT_MS
-        return name != chosen and doubtful
-
-    def _tie(self, name: str, chosen: str) -> str:
-        return "too close to tell while other programs ran"
-
-
-def _rounds(count: int) -> str:
-    return f"{count} round{'s are' if count > 1 else ' is'}"
+def _too_few(rounds: int) -> str:
+    return f"{rounds} round{'s are' if rounds > 1 else ' is'} too few"
 
 
 def _plan_ms(plan_ms: float) -> float:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import errno
-import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attn_dispatch import process_state
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GRACE_S = 0.5  #: seconds that a call may take to end after it was interrupted
-SLICE_S = 0.25  #: seconds of one wait; time in which the process is suspended counts as one slice at most
-IDLE_S = 1.0  #: seconds after which a thread without work ends
 CPU_SLACK = 64 << 20  #: bytes of peak over the declared ones that are tolerated: a CPU peak is the whole process's
 CUDA_SLACK = 2 << 20  #: bytes of peak over the declared ones that are tolerated: the caching allocator's rounding
 #: Lower-case texts by which an exception of any kind counts as a lack of memory.
@@ -66,6 +64,21 @@ class TimedOut(Exception):
 
 class DeviceLost(BackendFailed):
     """A call under trial left its device unusable for this process: no other candidate can run."""
+
+
+class NoReference(Exception):
+    """The expected results cannot be evaluated for lack of memory, threads or files; not a candidate's fault."""
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Turn the lack of memory, threads or files of code that evaluates or compares results into NoReference."""
+    try:
+        yield
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        raise NoReference(one_line(error)) from error
 
 
 class _Stop(BaseException):
@@ -112,7 +125,7 @@ class _Job(Generic[T]):
 
 
 class _Worker:
-    """A thread that runs jobs one after another, until it is stopped or idle for `IDLE_S`."""
+    """A thread that runs jobs one after another, until it is stopped or ended."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
@@ -136,7 +149,7 @@ class _Worker:
 
     def _loop(self) -> None:
         with suppress(_Stop):
-            while (job := self._next()) is not None:
+            while (job := self.jobs.get()) is not None:
                 try:
                     try:
                         if self._open():
@@ -164,22 +177,12 @@ class _Worker:
         with self.ending:
             self.running = False
 
-    def _next(self) -> _Job[Any] | None:
-        while True:
-            with suppress(Empty):
-                return self.jobs.get(timeout=IDLE_S)
-            try:
-                _idle.remove(self)
-            except ValueError:  # just taken by a caller: its job will follow
-                continue
-            return None
-
 
 _idle: list[_Worker] = []  # used last in, first out: the last worker's thread pools are warm
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
+def run_guarded(call: Callable[[], T], timeout_s: float) -> T:
     """Run ``call`` in a separate thread and wait; return its result or raise its exception. One such as
     KeyboardInterrupt, which would end the program, becomes a RuntimeError.
 
@@ -201,7 +204,7 @@ def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
     return run_at_once(calls, timeout_s)[0]
 
 
-def run_at_once(calls: list[Callable[[], T]], timeout_s: float | None) -> list[T]:
+def run_at_once(calls: list[Callable[[], T]], timeout_s: float) -> list[T]:
     """Run calls at once, each in a thread as `run_guarded` does; their results, or the exception of the first that
     raised one. Empties the list.
     """
@@ -219,8 +222,9 @@ def run_at_once(calls: list[Callable[[], T]], timeout_s: float | None) -> list[T
     try:
         for worker, job in zip(workers, jobs):
             worker.jobs.put(job)
-        if not _wait(jobs, timeout_s):
-            raise TimedOut(timeout_s or 0.0)
+        end_s = time.monotonic() + timeout_s
+        if not all(job.done.wait(max(0.0, end_s - time.monotonic())) for job in jobs):
+            raise TimedOut(timeout_s)
     except BaseException as error:
         for worker in workers:
             worker.stop()
@@ -229,16 +233,6 @@ def run_at_once(calls: list[Callable[[], T]], timeout_s: float | None) -> list[T
         raise
     _idle.extend(workers)
     return [job.outcome() for job in jobs]
-
-
-def _wait(jobs: Sequence[_Job[Any]], timeout_s: float | None) -> bool:
-    """Wait in slices, so that time in which the process is suspended counts as one slice at most."""
-    left = math.inf if timeout_s is None else timeout_s
-    while left > 0:
-        if all(job.done.wait(min(left, SLICE_S)) for job in jobs):
-            return True
-        left -= SLICE_S
-    return all(job.done.is_set() for job in jobs)
 
 
 def end_idle_threads() -> None:
@@ -351,7 +345,8 @@ def is_limit_error(error: BaseException) -> bool:
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an exception reports a lack of memory, threads, processes or open files, and the device still works."""
-    return not isinstance(error, DeviceLost) and (is_memory_error(error) or is_limit_error(error))
+    lacking = isinstance(error, NoReference) or is_memory_error(error) or is_limit_error(error)
+    return lacking and not isinstance(error, DeviceLost)
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
@@ -383,12 +378,12 @@ def device_fault(
     if isinstance(error, TimedOut):
         return None if error.stopped and _is_idle(device) else ("hung", text)
     try:
-        lost = run_guarded(lambda: device_lost(device), limit_s)
+        run_guarded(lambda: _synchronize(device), limit_s)
     except TimedOut:
         return "hung", f"the device is still at work {limit_s:g} s after: {text}"
-    except RuntimeError:  # not even another thread can select it
-        lost = True
-    return ("died", f"the device was lost: {text}") if lost else None
+    except RuntimeError:  # as after an illegal access: every later call in the process fails
+        return "died", f"the device was lost: {text}"
+    return None
 
 
 def _is_idle(device: torch.device) -> bool:
@@ -401,17 +396,7 @@ def _is_idle(device: torch.device) -> bool:
         return False
 
 
-def device_lost(device: torch.device) -> bool:
-    """Whether a CUDA device is unusable, as after an illegal access: every later call in the process fails.
-
-    Waits for the device's queue: do not call it while a kernel hangs.
-    """
-    if device.type != "cuda":
-        return False
+def _synchronize(device: torch.device) -> None:
     import torch
 
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
+    torch.cuda.synchronize(device)

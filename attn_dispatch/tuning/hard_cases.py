@@ -20,15 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_terms, traces
 from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.tensors import DTYPES, randn, stride_class
-from attn_dispatch.text import gib
 from attn_dispatch.tuning.example import Example, score_tensors
-from attn_dispatch.tuning.oracle import CheckResult, NoReference, Oracle, reference
+from attn_dispatch.tuning.guard import reference
+from attn_dispatch.tuning.oracle import CheckResult, Oracle
 
 CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
@@ -47,8 +46,6 @@ GRIDS = {
     12: ((12,), (4, 3), (3, 2, 2)),
     9: ((9,), (3, 3), (3, 3, 1)),
 }  #: by tokens, then by axes - 1
-ENTRY_BYTES = 150  #: for each entry of q, k, v and the gradient: views, copies of their memory, results in float64
-UNCOUNTED_BYTES = 2**27  #: up to which no hard case is asked whether it fits into memory
 PACKED, CACHE = "packed", "cache"  #: further memory orders: q, k, v interleaved in one tensor; a key-value cache's rows
 VIEWS, SCATTERED = (PACKED, PACKED, CACHE, "bhnd"), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh")
 ODD_K = (False, True, False, False)
@@ -125,16 +122,11 @@ def hard_cases(problem: Problem) -> tuple[HardCase, ...]:
     return tuple(map(case_of, class_key(problem)))
 
 
+@lru_cache(CACHED_CASES)
 def case_of(spec: CaseSpec) -> HardCase:
     """The hard case of a recipe, evaluated once. Raises NoReference."""
-    found = _cases.get(spec)
-    if found is None:
-        with reference():
-            found = _evaluated(spec)
-        if len(_cases) >= CACHED_CASES:
-            _cases.clear()
-        _cases[spec] = found
-    return found
+    with reference():
+        return _evaluated(spec)
 
 
 @lru_cache(64)
@@ -143,9 +135,9 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     if problem.ranks > 1:
         return ()
     own = (*map(_whole, problem.strides), "bnhd")
-    natural = problem.pattern.natural
-    unequal = isinstance(problem.pattern, Dense | Window) and not problem.has_seq_lens
-    at_end = problem.q_len < problem.k_len and isinstance(natural, Dilated | Neighborhood)
+    placed = _places_queries(problem.pattern)
+    unequal = not placed and not problem.has_seq_lens
+    at_end = placed and problem.q_len < problem.k_len
     small = partial(_small, problem)
     # Time and memory grow with head_dim.
     even, odd, short, many = next(each for most, each in LENGTHS.items() if problem.head_dim <= most)
@@ -171,12 +163,10 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
 
 
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
-    at_end = isinstance(problem.pattern.natural, Dilated | Neighborhood) and q_len < (k_len or 0)
-    pattern = fitted(problem.pattern, k_len if k_len is not None and at_end else q_len)
-    grid = pattern.natural.grid if isinstance(pattern.natural, Neighborhood) else None
-    if grid is not None and not at_end:
-        q_len = math.prod(grid)
-    k_len = q_len if k_len is None else math.prod(grid) if grid is not None else k_len
+    k_len = k_len or q_len
+    pattern = fitted(problem.pattern, k_len if _places_queries(problem.pattern) else q_len)
+    if (grid := getattr(pattern.natural, "grid", None)) is not None:
+        q_len, k_len = (math.prod(grid) if q_len == k_len else q_len), math.prod(grid)
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
     return replace(
@@ -191,6 +181,11 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
         dropout_p=0.0,
         bias=tuple(own if size > 1 else 1 for size, own in zip(problem.bias, (batch, heads))),
     )
+
+
+def _places_queries(pattern: Pattern) -> bool:
+    """Whether queries lie at the end of longer keys, in the pattern's segments or grid."""
+    return isinstance(pattern.natural, Dilated | Neighborhood)
 
 
 def _few_heads(problem: Problem) -> tuple[int, int]:
@@ -248,16 +243,10 @@ def _whole(kind: str) -> str:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-_cases: dict[CaseSpec, HardCase] = {}
-
-
 def _evaluated(spec: CaseSpec) -> HardCase:
     generator = torch.Generator().manual_seed(0)
     q_shape = (spec.problem.batch, spec.problem.q_len, spec.problem.heads, spec.problem.head_dim)
     kv_shape = (spec.problem.batch, spec.problem.k_len, spec.problem.kv_heads, spec.problem.head_dim)
-    need = ENTRY_BYTES * 2 * (math.prod(q_shape) + math.prod(kv_shape))
-    if need > UNCOUNTED_BYTES and need > (free := available_bytes(spec.problem.device)):
-        raise NoReference(f"a hard case needs {gib(need)}, {gib(free)} are free")
     values = [torch.randn(shape, generator=generator) for shape in (q_shape, kv_shape, kv_shape, q_shape)]
     if spec.large:
         values[:2] = _large(spec.problem, values[1], generator)

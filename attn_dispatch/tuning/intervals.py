@@ -44,8 +44,7 @@ class Timing:
 
     ``samples_ms[i]`` was taken in round ``i``, next to sample ``i`` of every other candidate of the same
     :func:`time_in_rounds`. ``first_ms`` is the very first call, which may include planning and compilation. ``host_ms``
-    is the host's time to enqueue one call, ``device_ms`` the device's time of one, ``cold_ms`` the same with a flushed
-    L2 cache; None where unknown.
+    is the host's time to enqueue one call, ``device_ms`` the device's time of one; None where unknown.
 
     Raises:
         ValueError: there are no samples, or one is NaN.
@@ -54,7 +53,6 @@ class Timing:
     samples_ms: tuple[float, ...]
     first_ms: float
     host_ms: float | None = None
-    cold_ms: float | None = None
     device_ms: float | None = None
 
     def __post_init__(self) -> None:

@@ -25,9 +25,8 @@ from attn_dispatch.kernels.contract import Backend, runner, traces
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.text import one_line
-from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.guard import reference
 
 PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
 FEW_PAIRS = 2**16  #: the same where a caller waits
@@ -38,21 +37,6 @@ GRADIENTS = ("dq", "dk", "dv", "dbias")
 MEETING_S = 0.1  #: seconds that two calls wait for one another to begin at once
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 FEWEST_HEADS = 2  #: the same of heads
-
-
-class NoReference(Exception):
-    """The expected results cannot be evaluated for lack of memory, threads or files; not a candidate's fault."""
-
-
-@contextmanager
-def reference() -> Iterator[None]:
-    """Turn the lack of memory, threads or files of code that evaluates or compares results into NoReference."""
-    try:
-        yield
-    except Exception as error:
-        if not guard.is_shortage(error):
-            raise
-        raise NoReference(one_line(error)) from error
 
 
 @contextmanager
@@ -135,27 +119,12 @@ class Oracle:
         found = {name: self.expected[name].tolerance for name in ("out", *GRADIENTS) if name in self.expected}
         return [2 * off * (1 if name in ("out", "dq") else rows) for name, off in found.items()]
 
-    def empty(self) -> None:
-        """Free the memory of the example and of the gradient until `restore`."""
-        self.example.empty()
-        if self.grad is not None:
-            self.grad.untyped_storage().resize_(0)
-
-    @reference()
-    def restore(self) -> None:
-        """Draw the example again. Raises NoReference."""
-        self.example.restore()
-        if self.grad is not None and self.example.grad is not None:
-            self.grad.untyped_storage().resize_(self.grad.numel() * self.grad.itemsize)
-            where = (slice(None), self.rows[:, None], self.heads)
-            self.grad.zero_()[where] = self.example.grad[where]
-
     @reference()
     def restored(self) -> bool:
         """Whether something wrote into the example; then it is drawn again. Raises NoReference."""
         changed = self.example.facts() != self.facts
         if changed:
-            self.restore()
+            self.example.restore()
         return changed
 
     def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:

@@ -78,7 +78,6 @@ def test_what_is_shared_holds_nothing_personal() -> None:
         (from_elsewhere(measured(), "imported"), "another machine"),
         (measured(source="shipped"), "another machine"),
         (measured(drift=Drift(median_ms=1.0, low_ms=1.0, high_ms=1.0, samples=9, seen="2025-01-01")), "drifted"),
-        (measured(1e-6), "impossible"),
         (measured(choice="mine", candidates=(Row(backend="mine", order="natural", status="chosen"),)), "plug-in"),
     ],
 )

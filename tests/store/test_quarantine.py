@@ -115,7 +115,7 @@ DAMAGED: dict[str, bytes] = {
     "zone": resealed(kind="died", until="2026-01-01T13:00:00", strikes=2),
     "no-end": resealed(kind="died", strikes=2),
     "needless-end": resealed(until="2026-01-01T13:00:00+00:00"),
-    "large": resealed(title="x" * files.MAX_CHECKED_BYTES),
+    "large": resealed() + b" " * files.MAX_CHECKED_BYTES,
     "nested": b'{"sha256":"","content":' + b"[" * 30_000,
 }
 

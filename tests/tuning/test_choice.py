@@ -81,7 +81,6 @@ def test_a_candidate_short_of_time_that_proves_wrong_has_no_row_in_the_race() ->
     race.remove("b")
     wrong: Any = candidates["b"]
     assert race.row(wrong) is None
-    assert race.left_out() == {}
 
 
 def test_candidate_that_beats_the_incumbent_can_lose_to_another() -> None:

@@ -127,16 +127,6 @@ def gate_and_candidate(backend: Planted) -> tuple[Gate, Candidate]:
     return Gate(ON_CPU, here.address, example.make(ON_CPU)), Candidate(backend, NATURAL, "1")
 
 
-def test_memory_between_the_steps_of_a_trial() -> None:
-    gate, _ = gate_and_candidate(Planted())
-    assert gate.example is not None
-    facts, tensors = gate.example.facts(), (gate.example.q, gate.example.k, gate.example.v)
-    gate.oracle.empty()
-    assert [each.untyped_storage().nbytes() for each in tensors] == [0, 0, 0]
-    gate.oracle.restore()
-    assert gate.example.facts() == facts
-
-
 @pytest.mark.parametrize(
     "changes",
     [

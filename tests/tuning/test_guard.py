@@ -24,10 +24,9 @@ pytestmark = pytest.mark.usefixtures("no_threads_are_left")
 # --- calls that return ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("timeout_s", [PATIENT_S, None])
-def test_the_result_is_returned(timeout_s: float | None) -> None:
+def test_the_result_is_returned() -> None:
     result = object()
-    assert run_guarded(lambda: result, timeout_s) is result
+    assert run_guarded(lambda: result, PATIENT_S) is result
 
 
 def fail(error: BaseException) -> None:
@@ -91,14 +90,6 @@ def test_a_thread_is_reused_and_can_be_ended() -> None:
     assert not first.is_alive()
     third = run_guarded(threading.current_thread, PATIENT_S)
     assert third is not first
-
-
-def test_a_thread_without_work_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "IDLE_S", 0.01)
-    thread = run_guarded(threading.current_thread, PATIENT_S)
-    thread.join(PATIENT_S)
-    assert not thread.is_alive()
-    assert run_guarded(lambda: 1, PATIENT_S) == 1
 
 
 def test_guarded_calls_of_many_threads() -> None:

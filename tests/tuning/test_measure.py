@@ -8,17 +8,14 @@ from itertools import cycle, pairwise
 
 import pytest
 
-from attn_dispatch.machine.load import NO_LOAD
 from attn_dispatch.tuning import intervals
-from attn_dispatch.tuning.clocks import ONE_TIME_MS
+from attn_dispatch.tuning.clocks import ONE_TIME_MS, Stopwatch
 from attn_dispatch.tuning.rounds import Rounds, sampled_in_rounds, time_in_rounds
 from tests.support.simulated import Machine
 
 
-class Doubling:
-    """A stopwatch that reads twice the time, a quarter of a millisecond of the host, and three times where cold."""
-
-    load = NO_LOAD
+class Doubling(Stopwatch):
+    """A stopwatch that reads twice the time, and a quarter of a millisecond of the host."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -34,9 +31,6 @@ class Doubling:
 
     def host_ms(self, call: Callable[[], object]) -> float | None:
         return 0.25
-
-    def cold_ms(self, call: Callable[[], object]) -> float | None:
-        return self.mean_ms(call) * 1.5
 
 
 def winner(turns: Rounds) -> str:
@@ -300,7 +294,7 @@ def test_extra_cost_counts_in_comparisons_and_in_no_sample() -> None:
     assert list(Machine().race(costs_ms).dropped) == ["plain"]
 
 
-def test_stopwatch_can_be_replaced_and_survivors_get_host_and_cold_times() -> None:
+def test_stopwatch_can_be_replaced_and_survivors_get_host_and_device_times() -> None:
     machine = Machine()
     timings = time_in_rounds(
         {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
@@ -308,21 +302,9 @@ def test_stopwatch_can_be_replaced_and_survivors_get_host_and_cold_times() -> No
         clock=machine.clock,
         stopwatch=Doubling(machine),
     ).timings
-    assert (timings["a"].median_ms, timings["a"].host_ms, timings["a"].cold_ms) == pytest.approx((2.0, 0.25, 3.0))
-    assert (timings["a"].device_ms, timings["far"].device_ms) == (0.5, None)
-    assert (timings["far"].median_ms, timings["far"].host_ms, timings["far"].cold_ms) == (4.0, None, None)
-
-
-def test_cold_times_need_budget_and_their_failure_ends_a_candidate() -> None:
-    machine = Machine()
-    turns = time_in_rounds(
-        {"a": machine.call("a", 1.0)}, budget_s=0.002, clock=machine.clock, stopwatch=Doubling(machine)
-    )
-    assert (turns.timings["a"].host_ms, turns.timings["a"].cold_ms) == (0.25, None)
-    error = RuntimeError("illegal memory access")
-    calls = {"a": failing(error, after=6)}
-    turns = time_in_rounds(calls, budget_s=None, clock=machine.clock, stopwatch=Doubling(machine))
-    assert (turns.failures, turns.timings) == ({"a": error}, {})
+    a, far = timings["a"], timings["far"]
+    assert (a.median_ms, a.host_ms, a.device_ms) == pytest.approx((2.0, 0.25, 0.5))
+    assert (far.median_ms, far.host_ms, far.device_ms) == (4.0, None, None)
 
 
 def test_a_step_is_one_sample() -> None:
