@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.log import say_once
-from attn_dispatch.machine.devices import cuda_devices, default_device, resolve
+from attn_dispatch.machine.devices import cuda_devices, resolve
 from attn_dispatch.machine.memory import available_bytes, memory_fraction
 from attn_dispatch.text import gib, one_line
 
@@ -186,9 +186,9 @@ def run_guarded(call: Callable[[], T], timeout_s: float) -> T:
     """Run ``call`` in a separate thread and wait; return its result or raise its exception. One such as
     KeyboardInterrupt, which would end the program, becomes a RuntimeError.
 
-    The caller's grad and inference mode, autocast, default device, number of threads, CUDA device and stream and
-    context variables hold inside; torch's function and dispatch modes do not. Any thread may call this, also inside a
-    guarded call. Ctrl-C in the waiting thread is raised at once, and the call is interrupted.
+    The caller's grad mode, number of threads, CUDA device and stream and context variables hold inside; torch's other
+    modes and its default device do not. Any thread may call this, also inside a guarded call. Ctrl-C in the waiting
+    thread is raised at once, and the call is interrupted.
 
     The thread is reused for the next call, with the pool that OpenMP makes for each thread. While two such pools
     exist, GNU's OpenMP lets their threads sleep instead of spin, which makes small kernels several times slower in
@@ -245,30 +245,19 @@ def end_idle_threads() -> None:
 
 
 class _TorchState:
-    """Torch's thread-local state, copied from the thread that creates this."""
+    """Grad mode, number of threads, and CUDA device and stream, of the thread that creates this."""
 
     def __init__(self) -> None:
         import torch
 
+        self.grad, self.threads = torch.is_grad_enabled(), torch.get_num_threads()
         cuda: Any = torch.cuda
-        kinds = ("cpu", "cuda") if cuda.is_initialized() else ("cpu",)
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-        self.cached = torch.is_autocast_cache_enabled()
-        self.device = default_device()
-        self.threads = torch.get_num_threads()
         self.stream = cuda.current_stream() if cuda.is_initialized() else None
 
     def enter(self, stack: ExitStack) -> None:
         import torch
 
-        stack.enter_context(torch.inference_mode(self.inference))
         stack.enter_context(torch.set_grad_enabled(self.grad))
-        for kind, enabled, dtype in self.autocast:
-            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cached))
-        if self.device != default_device():
-            stack.enter_context(self.device)
         if self.threads != torch.get_num_threads():  # a thread that has run kernels ignores later global settings
             torch.set_num_threads(self.threads)
         if self.stream is not None:

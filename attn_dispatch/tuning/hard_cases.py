@@ -37,17 +37,10 @@ OUTLIER = 2.0**10  #: factor on one entry of head_dim, as of models whose activa
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
 MAX_GROUP = 3  #: query heads for each head of k and v
 MAX_BRANCHES = 6  #: branches of a dilated pattern that heads are split between
-#: Up to a head_dim: tokens that are one and a half tiles, and multiples of no tile: many and few; keys for one query.
-LENGTHS = {640: (192, 77, 40, 130), math.inf: (12, 9, 5, 10)}
-CACHE_ROWS = 51  #: unfilled rows of a key-value cache
-GRIDS = {
-    192: ((192,), (16, 12), (8, 6, 4)),
-    77: ((77,), (11, 7), (5, 5, 3)),
-    12: ((12,), (4, 3), (3, 2, 2)),
-    9: ((9,), (3, 3), (3, 3, 1)),
-}  #: by tokens, then by axes - 1
-PACKED, CACHE = "packed", "cache"  #: further memory orders: q, k, v interleaved in one tensor; a key-value cache's rows
-VIEWS, SCATTERED = (PACKED, PACKED, CACHE, "bhnd"), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh")
+EVEN, ODD, SHORT, MANY = 192, 77, 40, 130  #: tokens: one and a half tiles, multiples of none; keys for one query
+GRIDS = {EVEN: ((192,), (16, 12), (8, 6, 4)), ODD: ((77,), (11, 7), (5, 5, 3))}  #: by tokens, then by axes - 1
+VIEWS = ("bnhd+gaps", "bnhd+gaps", "bhnd+gaps", "bhnd")  #: memory orders of q, k, v and the gradient
+SCATTERED = ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh")
 ODD_K = (False, True, False, False)
 
 Strides = tuple[int, ...]
@@ -137,26 +130,25 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     own = (*map(_whole, problem.strides), "bnhd")
     placed = _places_queries(problem.pattern)
     unequal = not placed and not problem.has_seq_lens
-    at_end = placed and problem.q_len < problem.k_len
-    small = partial(_small, problem)
-    # Time and memory grow with head_dim.
-    even, odd, short, many = next(each for most, each in LENGTHS.items() if problem.head_dim <= most)
-    masks = problem.has_seq_lens + problem.has_key_mask
+    small, masks = partial(_small, problem), problem.has_seq_lens + problem.has_key_mask
+    uneven = ODD, (SHORT if unequal else ODD)
+    found = [
+        CaseSpec("large scores", small(1, EVEN), own, large=True),
+        CaseSpec("odd addresses", small(1 + masks, *uneven), own, empty=True, odd=(True,) * 4),
+        CaseSpec("", small(max(2, 1 + masks), 1, MANY if unequal else 1), own, empty=True),
+        CaseSpec("packed views", small(2, ODD), VIEWS, odd_masks=True),
+        CaseSpec("scattered views of all sizes", small(2, ODD), SCATTERED, odd_masks=True, odd=ODD_K, all_sizes=True),
+    ]
     # Tolerances grow with scores: these find NaN, and what is far too large. CUDA's libraries are not asked.
-    lows = [HUGE_SCORE] * bool(problem.bias or problem.alibi_axes) + [math.inf] * bool(problem.bias)
-    lows = lows if problem.device.type == "cpu" else []
-    hides = problem.masked or bool(problem.bias) or unseen_keys(small(1, even)) is not None
-    return (
-        CaseSpec("large scores", small(1, even), own, large=True),
-        CaseSpec("odd addresses", small(1 + masks, odd, short if unequal else odd), own, empty=True, odd=(True,) * 4),
-        CaseSpec("", small(max(2, 1 + masks), 1, many if unequal else 1), own, empty=True),
-        CaseSpec("packed views", small(2, odd), VIEWS, odd_masks=True),
-        CaseSpec("scattered views of all sizes", small(2, odd), SCATTERED, odd_masks=True, odd=ODD_K, all_sizes=True),
-        *[CaseSpec("hugely negative rows", small(1, odd, short if unequal else odd), own, low=each) for each in lows],
-        *[CaseSpec("NaN that is hidden", small(2, even), own, hidden=True)] * hides,
-        *[CaseSpec("at the end of longer keys", small(2, short, odd), own, hidden=True)] * at_end,
-        *[CaseSpec("at the end of longer keys", small(1, 1, even), own, hidden=True)] * at_end,
-    )
+    if problem.device.type == "cpu":
+        lows = [HUGE_SCORE, math.inf] if problem.bias else [HUGE_SCORE] if problem.alibi_axes else []
+        found += [CaseSpec("hugely negative rows", small(1, *uneven), own, low=each) for each in lows]
+    if problem.masked or problem.bias or unseen_keys(small(1, EVEN)) is not None:
+        found.append(CaseSpec("NaN that is hidden", small(2, EVEN), own, hidden=True))
+    if placed and problem.q_len < problem.k_len:
+        ends = small(2, SHORT, ODD), small(1, 1, EVEN)
+        found += [CaseSpec("at the end of longer keys", each, own, hidden=True) for each in ends]
+    return tuple(found)
 
 
 # --- small problems ---------------------------------------------------------------------------------------------------
@@ -254,7 +246,8 @@ def _evaluated(spec: CaseSpec) -> HardCase:
         values = _of_all_sizes(spec.problem, values)
     masks = _masks(spec, generator)
     dtype, device = spec.problem.dtype, spec.problem.device
-    strides = [_strides(tuple(x.shape), kind, dtype) for x, kind in zip(values, spec.kinds)]
+    as_on_cpu = dtype, torch.device("cpu"), generator
+    strides = [randn(tuple(x.shape), kind, *as_on_cpu).stride() for x, kind in zip(values, spec.kinds)]
     if spec.hidden:
         values[:3] = _with_hidden_nans(spec.problem, values, strides, masks)
     q, k, v, grad = (between_nans(x.to(device, dtype), *each) for x, each in zip(values, zip(strides, spec.odd)))
@@ -362,17 +355,6 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
         strides = tuple(step * (2 if spec.odd_masks else 1) for step in x.stride())
         masks[name] = between_nans(x.detach(), strides, spec.odd[0]).requires_grad_(x.requires_grad)
     return masks
-
-
-def _strides(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Strides:
-    _, length, heads, head_dim = shape
-    if kind == PACKED:
-        row = 3 * heads * head_dim
-        return length * row, row, head_dim, 1
-    if kind == CACHE:
-        head = (length + CACHE_ROWS) * head_dim
-        return heads * head, head_dim, head, 1
-    return randn(shape, kind, dtype, torch.device("cpu"), torch.Generator()).stride()
 
 
 def between_nans(values: Tensor, strides: tuple[int, ...], odd: bool = False) -> Tensor:

@@ -133,7 +133,8 @@ def sampled_in_rounds(
     stay. The incumbent is retired once all others left surely beat it. The race ends when no comparison left is open
     (one known to within ``resolution`` is closed, see :func:`~attn_dispatch.tuning.intervals.ratio_test`) and either
     the 95 % interval of every median has a half-width below ``target`` of it or 24 rounds have passed. It ends earlier
-    where the next round would exceed ``budget_s`` seconds (None: no limit), at ``max_rounds``, and by :data:`TIME_LIMITS_S`.
+    where the next round would exceed ``budget_s`` seconds (None: no limit), at ``max_rounds`` and by
+    :data:`TIME_LIMITS_S`.
 
     Args:
         calls: the candidates by name.
