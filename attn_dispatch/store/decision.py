@@ -40,10 +40,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     the median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
     interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
     `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `device_ms` a call's time on
-    a CUDA device, `host_ms` the host's to enqueue it, `need_ms` the estimated cost of measuring where the budget did
-    not allow it, `measured` the time of measuring in UTC, `failures` how many trials in a row a failed candidate has
-    failed; `open`: it may be much faster than the chosen one, as far as is known. `origin` is "imported" or "shipped"
-    where another machine measured it, and empty where this one did.
+    a CUDA device, `host_ms` the host's to enqueue it, `need_ms` the estimated cost of measuring where the budget
+    did not allow it, `measured` the time of measuring in UTC, `failures` how many trials in a row a failed
+    candidate has failed; `open`: it may be much faster than the chosen one, as far as is known. `origin` is
+    "imported" or "shipped" where another machine measured it, and empty where this one did.
     """
 
     backend: str

@@ -9,8 +9,8 @@ Wrong results and undeclared memory are proven: their entries (`incorrect`, `mem
 trial whose process ended (`died`) or that did not return (`hung`) is a strike, whatever ended it: most processes die
 for other reasons than their backend. A first death excludes nothing; a second one in a row excludes the version for
 `FIRST_HOLD`, and each one after a hold for six times as long, up to `LONGEST_HOLD`. A hang that this process saw, or a
-device that it lost, is certain and excludes at once. Processes that die together are one strike: a trial that began
-before the last one was recorded, or ends within a hold, adds none. A trial that times the version clears its strikes.
+device that it lost, is certain and excludes at once. Processes that die together are one strike: a trial that
+began before the last one was recorded, or ends within a hold, adds none. A trial that times the version clears them.
 """
 
 from __future__ import annotations

@@ -230,8 +230,8 @@ def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
     return _with_reason(Candidate(backend, NATURAL, version), "failed", reason)
 
 
-def _exclude(where: str, name: str, version: str | None, kind: Kind, reason: str, title: str, scope: str = "") -> None:
-    entry = Entry(backend=name, version=version, silicon=where, kind=kind, scope=scope, reason=reason, title=title)
+def _exclude(where: str, name: str, version: str | None, kind: Kind, why: str, title: str, scope: str = "") -> None:
+    entry = Entry(backend=name, version=version, silicon=where, kind=kind, scope=scope, reason=why, title=title)
     Quarantine(cache_folder(), where).add(entry)
 
 
@@ -252,7 +252,7 @@ def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Addre
     try:
         yield
     except Exception as error:
-        fault = None if isinstance(error, guard.NoReference) else guard.device_fault(problem.device, error, timeout_s())
+        fault = guard.device_fault(problem.device, error, timeout_s())
         if fault is None:
             raise
         quarantine(candidate, problem, address, *fault)

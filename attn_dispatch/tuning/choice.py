@@ -5,9 +5,6 @@ included; "surely" is :func:`~attn_dispatch.tuning.intervals.faster_at_last_look
 beats by more than the margin are excluded. Among the rest a fixed order decides, so that noise does not: less declared
 workspace memory, then the simpler candidate. Where samples do not suffice to be sure, a candidate whose estimate is
 lower by more than :data:`BET` is taken all the same: the better bet.
-
-Of a disturbed race, in which other programs took the cores, only estimates are compared, from each candidate's fastest
-samples: what the machine can do when left alone.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from attn_dispatch.text import gib
@@ -37,9 +34,6 @@ LEAST_PLAN_MS = 10.0
 BET = 0.10
 ONE_ROUND_BET = 0.25  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
 MANY_ROUNDS = 100  #: rounds from which further ones would not tell more
-ESTIMATE_ROUNDS = 4  #: rounds that an estimate of a disturbed race counts as: a tenth less is sure
-DISTURBED_DOUBT = 4.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
-DISTURBED_SHORT_MS = 40.0  #: milliseconds up to which preemption may have made such an estimate as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,7 @@ class Outcome:
         reason: a short text; empty where the figures suffice.
         open: whether it may be faster than the chosen one by more than :data:`BET`, as far as is known.
         ratio: median of the candidate's times over the chosen one's, paired by round, without first calls; None
-            without shared rounds, and of a disturbed race.
+            without shared rounds.
         ratio_low, ratio_high: 99 % interval of the ratio, :data:`~attn_dispatch.tuning.intervals.LAST_LOOK`.
         break_even: number of calls from which faster later calls outweigh the dearer first one: for the chosen
             candidate against the incumbent, for any other against the chosen one. None where there is no such number.
@@ -119,9 +113,7 @@ def per_call_ms(plan_ms: float, calls: float) -> float:
     return _plan_ms(plan_ms) / calls
 
 
-def choose(
-    entrants: Sequence[Entrant], incumbent: str | None, *, calls: float, disturbed: bool = False
-) -> tuple[str, dict[str, Outcome]]:
+def choose(entrants: Sequence[Entrant], incumbent: str | None, *, calls: float) -> tuple[str, dict[str, Outcome]]:
     """Choose a candidate; its name, and the outcome of each by name.
 
     Args:
@@ -129,25 +121,18 @@ def choose(
         incumbent: the candidate that only a cheaper one replaces. None, an unknown name or a dropped candidate: all are
             eligible.
         calls: expected number of calls, over which the cost of the first is spread.
-        disturbed: whether other programs ran during the race.
     """
-    if disturbed:  # paired ratios mean little, since each sample was disturbed by chance
-        entrants = [replace(each, timing=_estimate(each.timing)) for each in entrants]
-    comparison = _Comparison({each.name: each for each in entrants}, incumbent, calls, disturbed)
+    comparison = _Comparison({each.name: each for each in entrants}, incumbent, calls)
     chosen = comparison.choose()
     return chosen, {entrant.name: comparison.outcome(entrant.name, chosen) for entrant in entrants}
 
 
-def _estimate(timing: Timing) -> Timing:
-    return replace(timing, samples_ms=(timing.undisturbed().median_ms,) * ESTIMATE_ROUNDS)
-
-
 class _Comparison:
-    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: float, disturbed: bool) -> None:
+    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: float) -> None:
         self._entrants = entrants
         self._able = [name for name, entrant in entrants.items() if entrant.dropped is None] or list(entrants)
         self._incumbent = incumbent if incumbent in self._able else None
-        self._calls, self._disturbed = calls, disturbed
+        self._calls = calls
         self._costs = {name: each.timing.plus(per_call_ms(each.plan_ms, calls)) for name, each in entrants.items()}
 
     def eligible(self) -> list[str]:
@@ -172,21 +157,16 @@ class _Comparison:
 
     def outcome(self, name: str, chosen: str) -> Outcome:
         timing, best = self._entrants[name].timing, self._entrants[chosen].timing
-        ratio: float | None = None
-        low: float | None = None
-        high: float | None = None
-        if not self._disturbed:
-            ratios, interval = paired_ratios(timing, best), ratio_interval(timing, best, LAST_LOOK)
-            ratio, low, high = statistics.median(ratios) if ratios else None, interval.low, interval.high
+        ratios, interval = paired_ratios(timing, best), ratio_interval(timing, best, LAST_LOOK)
         break_even = self._break_even(name, (self._incumbent or chosen) if name == chosen else chosen)
         slower = self._entrants[name].dropped is not None or self._beats(chosen, name)
         status: Literal["chosen", "slower", "tie"] = "chosen" if name == chosen else "slower" if slower else "tie"
         return Outcome(
             status=status,
             reason=self._reason(name, chosen, status, break_even),
-            ratio=ratio,
-            ratio_low=low,
-            ratio_high=high,
+            ratio=statistics.median(ratios) if ratios else None,
+            ratio_low=interval.low,
+            ratio_high=interval.high,
             break_even=break_even,
             open=self._is_open(name, chosen),
         )
@@ -199,9 +179,6 @@ class _Comparison:
         return shared_rounds(self._costs[name], self._costs[other])
 
     def _is_open(self, name: str, chosen: str) -> bool:
-        if self._disturbed:
-            short = self._costs[name].median_ms <= DISTURBED_SHORT_MS
-            return name != chosen and (short or self._ratio(name, chosen) < DISTURBED_DOUBT)
         rivals, rounds = {chosen, self._incumbent or chosen} - {name}, self._rounds(name, chosen)
         if name == chosen or name not in self._able or self._beats(chosen, name) or rounds >= MANY_ROUNDS:
             return False
@@ -232,8 +209,6 @@ class _Comparison:
 
     def _tie(self, name: str, chosen: str) -> str:
         """The reason why a candidate that is not surely slower was not chosen."""
-        if self._disturbed:
-            return "too close to tell while other programs ran"
         if not 1.0 - MARGIN <= self._ratio(name, chosen) <= 1.0 / (1.0 - MARGIN):
             return f"{_too_few(self._rounds(name, chosen))} to tell"
         if chosen == self._incumbent:

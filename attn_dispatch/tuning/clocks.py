@@ -2,8 +2,7 @@
 
 An event is a time stamp taken by the device. On CUDA the calls of a sample are enqueued while the device is busy with
 something else, so that they follow one another as in a model whose queue is ahead; what the host needs to enqueue them
-is timed apart, and the longer time counts. Samples have a warm cache, since q, k and v are usually just written when
-attention is called.
+is timed apart, and the longer time counts. Samples have a warm cache: q, k and v are usually just written.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class Stopwatch:
 class HostStopwatch(Stopwatch):
     """A stopwatch by the host's ``clock`` (seconds), with the garbage collector off.
 
-    Where other programs use the cores too, a short call is sampled again after a rest, for then the scheduler lets this
-    process's threads run undisturbed for a few milliseconds.
+    Where other programs use the cores too, a short call is sampled again after a rest, for then the scheduler lets
+    this process's threads run undisturbed for a few milliseconds.
 
     Args:
         reading: this process's load so far; None: disturbances are not noticed.
@@ -274,7 +273,7 @@ class CudaStopwatch(Stopwatch):
                 return found
 
     def _median(self, call: Call, name: str) -> float | None:
-        """Of one number of a call's samples; without the first, which may hold one-time work, if there are others."""
+        """One number of a call's samples; without the first, which may hold one-time work, if there are others."""
         found = self._samples[call]
         times = [getattr(sample, name) for sample in found[1:] or found]
         return statistics.median(times) if times else None

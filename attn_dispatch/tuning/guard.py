@@ -186,8 +186,8 @@ def run_guarded(call: Callable[[], T], timeout_s: float) -> T:
     """Run ``call`` in a separate thread and wait; return its result or raise its exception. One such as
     KeyboardInterrupt, which would end the program, becomes a RuntimeError.
 
-    The caller's grad mode, number of threads, CUDA device and stream and context variables hold inside; torch's other
-    modes and its default device do not. Any thread may call this, also inside a guarded call. Ctrl-C in the waiting
+    The caller's grad mode, number of threads, CUDA device and stream and context variables hold inside, not torch's
+    other modes and its default device. Any thread may call this, also inside a guarded call. Ctrl-C in the waiting
     thread is raised at once, and the call is interrupted.
 
     The thread is reused for the next call, with the pool that OpenMP makes for each thread. While two such pools
@@ -361,7 +361,7 @@ def device_fault(
     After a hang nothing of the device is touched that waits for it: even freeing memory does. Otherwise its queue may
     take ``limit_s`` seconds to end.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or isinstance(error, NoReference):
         return None
     text = one_line(error)
     if isinstance(error, TimedOut):

@@ -131,13 +131,13 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     placed = _places_queries(problem.pattern)
     unequal = not placed and not problem.has_seq_lens
     small, masks = partial(_small, problem), problem.has_seq_lens + problem.has_key_mask
-    uneven = ODD, (SHORT if unequal else ODD)
+    uneven, some = (ODD, SHORT if unequal else ODD), small(2, ODD)
     found = [
         CaseSpec("large scores", small(1, EVEN), own, large=True),
         CaseSpec("odd addresses", small(1 + masks, *uneven), own, empty=True, odd=(True,) * 4),
         CaseSpec("", small(max(2, 1 + masks), 1, MANY if unequal else 1), own, empty=True),
-        CaseSpec("packed views", small(2, ODD), VIEWS, odd_masks=True),
-        CaseSpec("scattered views of all sizes", small(2, ODD), SCATTERED, odd_masks=True, odd=ODD_K, all_sizes=True),
+        CaseSpec("packed views", some, VIEWS, odd_masks=True),
+        CaseSpec("scattered views of all sizes", some, SCATTERED, odd_masks=True, odd=ODD_K, all_sizes=True),
     ]
     # Tolerances grow with scores: these find NaN, and what is far too large. CUDA's libraries are not asked.
     if problem.device.type == "cpu":
@@ -270,7 +270,7 @@ def _name(spec: CaseSpec, oracle: Oracle) -> str:
     else:
         lengths = "one query" if problem.q_len == 1 else f"{problem.q_len} queries, {problem.k_len} keys"
     empty = bool((oracle.expected["lse"].value == -math.inf).any())
-    return ", ".join([lengths, *[spec.hazard] * bool(spec.hazard), *["rows without keys"] * empty])
+    return ", ".join(filter(None, [lengths, spec.hazard, "rows without keys" if empty else ""]))
 
 
 def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[Tensor]:

@@ -74,11 +74,6 @@ class Timing:
         """Upper end of the 95 % :func:`median_interval`, in milliseconds; of fewer than 6 samples, the largest."""
         return median_interval(self.samples_ms).high
 
-    def undisturbed(self) -> Timing:
-        """The fastest quarter of its samples, at least one: other programs only ever add time."""
-        fastest = sorted(self.samples_ms)[: max(1, len(self.samples_ms) // 4)]
-        return replace(self, samples_ms=tuple(fastest))
-
     def plus(self, extra_ms: float) -> Timing:
         """The timing with ``extra_ms`` added to every sample."""
         return replace(self, samples_ms=tuple(sample + extra_ms for sample in self.samples_ms))

@@ -42,8 +42,8 @@ class ChangedResult(Exception):
 class Race:
     """One race; all tables are keyed by candidate title.
 
-    `runners` are ordered by preference. `clock` measures the budget, in seconds; `stepped` is whether other code runs
-    between two steps. A candidate whose results change fails with `ChangedResult`.
+    `runners` are ordered by preference. `clock` measures the budget, in seconds; `stepped` is whether other code
+    runs between two steps. A candidate whose results change fails with `ChangedResult`.
     """
 
     request: Request
@@ -65,13 +65,14 @@ class Race:
     def problem(self) -> Problem:
         return self.request.problem
 
-    def run(self, call_of: CallOf, remaining_s: float, disturbed_s: float | None = None) -> Steps[None]:
-        """Time the candidates round by round, within what remains of the budget (seconds); where a caller waits,
-        `disturbed_s` if that is more and other programs take the cores. With it, and in steps, the race ends once no
-        comparison is open. Where other code runs between two steps, call `pause` before it.
+    def run(self, call_of: CallOf, remaining_s: float, *, brief: bool = False) -> Steps[None]:
+        """Time the candidates round by round, within what remains of the budget (seconds).
+
+        Where other code runs between two steps, call `pause` before it.
 
         Args:
             call_of: makes the call of a candidate that is timed.
+            brief: end once no comparison is open, as also in steps.
         """
         if len(self.runners) == 1 and remaining_s <= 0:
             # Nothing to compare with and no budget left: the run that the gate checked is the only sample.
@@ -80,8 +81,9 @@ class Race:
             return
         guard.end_idle_threads()  # they would occupy cores during the timing
         self._calls = {name: _Watched(call_of(each), self.differences) for name, (each, _) in self.runners.items()}
-        stopwatch, failures = self.stopwatch or stopwatch_of(self.problem.device, self.stepped), dict[str, Exception]()
+        stopwatch = self.stopwatch or stopwatch_of(self.problem.device, self.stepped)
         around: Around = nullcontext if self.stopwatch is not None else self._guarded
+        failures = dict[str, Exception]()
         try:
             if isinstance(stopwatch, CudaStopwatch):
                 # Libraries keep some of what they build for each thread, as cuDNN its plans: that was the guard's.
@@ -93,7 +95,6 @@ class Race:
             rounds = yield from sampled_in_rounds(
                 {name: call for name, call in self._calls.items() if name not in failures},
                 budget_s=remaining_s,
-                disturbed_budget_s=disturbed_s,
                 short_of_rounds=isinstance(stopwatch, HostStopwatch),
                 max_rounds=self.most_rounds,
                 clock=self.clock,
@@ -102,7 +103,7 @@ class Race:
                 incumbents=(self.incumbent,),
                 first_ms={name: admitted.call_ms for name, (_, admitted) in self.runners.items()},
                 extra_ms={name: self._plan_share_ms(name) for name in self.runners},
-                target=TARGET if disturbed_s is None and not self.stepped else math.inf,
+                target=math.inf if brief or self.stepped else TARGET,
             )
             self.rounds = replace(rounds, failures=failures | rounds.failures)
         finally:
@@ -111,7 +112,7 @@ class Race:
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """A sample of a candidate: with memory capped, beside a crash marker, its last results looked at after it."""
+        """A sample of a candidate: with memory capped, beside a crash marker; then its results are looked at."""
         candidate, problem, start_s = self.runners[name][0], self.problem, time.perf_counter()
         if not self._markers:
             self._entered.enter_context(guard.capped(problem.device))
@@ -143,9 +144,7 @@ class Race:
             return None
         entrants = [self._entrant(name, rank) for rank, name in enumerate(timed)]
         first = self.incumbent if self.incumbent in timed else None
-        chosen, self.outcomes = choice.choose(
-            entrants, first, calls=expected_calls(), disturbed=self.rounds.load.disturbed
-        )
+        chosen, self.outcomes = choice.choose(entrants, first, calls=expected_calls())
         return chosen
 
     @property
@@ -214,11 +213,10 @@ class Race:
 
     def _timed_row(self, candidate: Candidate, outcome: choice.Outcome) -> Row:
         timing, admitted = self.rounds.timings[candidate.title], self.runners[candidate.title][1]
-        if self.rounds.load.disturbed:  # what is stored is what the machine can do when left alone
-            timing = timing.undisturbed()
         may_win = self._may_win(candidate.title, self.rounds.dropped.get(candidate.title, math.inf))
+        disturbed = self.rounds.load.disturbed and outcome.status != "chosen"
         return candidate.measured_row(
-            **(asdict(outcome) | {"open": outcome.open or may_win}),
+            **(asdict(outcome) | {"open": outcome.open or may_win or disturbed}),
             median_ms=timing.median_ms,
             low_ms=timing.low_ms,
             high_ms=timing.high_ms,

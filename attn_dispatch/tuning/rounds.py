@@ -3,9 +3,6 @@
 Independent of attention. Hopeless candidates are dropped early (successive halving: Jamieson & Talwalkar 2016) and
 surely beaten ones run no further (Hoeffding races: Maron & Moore 1994; F-Race: Birattari et al. 2002). The test is a
 sign-test interval of paired ratios, see :mod:`attn_dispatch.tuning.intervals`.
-
-Where other programs take cores from the race, paired ratios say little. Then the fastest samples of each candidate are
-compared, and only those far slower are retired.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from attn_dispatch.errors import RankLost
 from attn_dispatch.log import logger
 from attn_dispatch.machine.load import NO_LOAD, Load
-from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, ONE_TIME_MS, HostStopwatch, Stopwatch, calibrate
+from attn_dispatch.tuning.clocks import ONE_TIME_MS, HostStopwatch, Stopwatch, calibrate
 from attn_dispatch.tuning.guard import DeviceLost
 from attn_dispatch.tuning.intervals import MARGIN, RatioTest, Timing, median_interval, ratio_test, safe_ratio
 
@@ -38,8 +35,6 @@ ENOUGH_ROUNDS = 10  #: rounds that separate candidates whose times differ by mor
 FEW_ROUNDS = 4  #: rounds below which closer candidates are dropped too, see `NEAR_RATIO`
 FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer than `ENOUGH_ROUNDS` fit
 NEAR_RATIO = 1.15  #: the same where fewer than `FEW_ROUNDS` fit
-FAR_SLOWER = 1.5  #: ratio of the fastest samples from which a candidate is retired from a disturbed race
-SAME = 0.05  #: share by which a candidate's fastest samples differ at most once more of them add nothing
 SAID_AFTER_S = 5.0  #: seconds after which a trial that a caller waits for says so
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
 
@@ -100,7 +95,6 @@ def sampled_in_rounds(
     calls: Mapping[str, Call],
     *,
     budget_s: float | None,
-    disturbed_budget_s: float | None = None,
     short_of_rounds: bool = False,
     min_rounds: int = 5,
     max_rounds: int = 1000,
@@ -120,27 +114,23 @@ def sampled_in_rounds(
 
     Yields, before each candidate's sample, the seconds that it is expected to take.
 
-    First calls: each call runs once in the given order, unless ``first_ms`` already has its milliseconds.
-
-    Round 0 warms up. It finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). Then every
-    candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a disturbed
-    race, only past four times that. Both of a candidate's runs must exceed the ratio; where the first may have built
-    something, it runs once more. Round 0 runs whatever the budget, but where that is used up, candidates that were
-    hopeless by a first call longer than one-time work (:data:`ONE_TIME_MS`) are dropped without another.
+    Round 0 finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). It runs whatever the
+    budget; but where that is used up, what was hopeless by a long first call is dropped without another. Then
+    every candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a
+    disturbed race, only past four times that. Both of its runs must exceed the ratio.
 
     From ``min_rounds`` on, at growing distances, the comparisons are tested. A candidate is retired where another one
     surely beats it by more than ``margin``, or where it surely does not beat the incumbent by that much; its samples
     stay. The incumbent is retired once all others left surely beat it. The race ends when no comparison left is open
-    (one known to within ``resolution`` is closed, see :func:`~attn_dispatch.tuning.intervals.ratio_test`) and either
-    the 95 % interval of every median has a half-width below ``target`` of it or 24 rounds have passed. It ends earlier
-    where the next round would exceed ``budget_s`` seconds (None: no limit), at ``max_rounds`` and by
-    :data:`TIME_LIMITS_S`.
+    (:func:`~attn_dispatch.tuning.intervals.ratio_test`) and either the 95 % interval of every median has a
+    half-width below ``target`` of it or 24 rounds have passed; earlier where the next round would exceed
+    ``budget_s`` seconds (None: no limit), at ``max_rounds`` and by :data:`TIME_LIMITS_S`.
 
     Args:
         calls: the candidates by name.
-        disturbed_budget_s: the budget if that is more, and other programs take the cores.
-        short_of_rounds: whether to drop the slowest by one or two calls where the budget is short of rounds, so that
-            the close ones get enough.
+        short_of_rounds: whether to drop the slowest by one or two calls where the budget is short of rounds, so
+            that the close ones get enough.
+        first_ms: milliseconds of first calls that were made; others are made first, in the given order.
         extra_ms: milliseconds added to a candidate's samples in comparisons only, such as its share of its first call.
         stopwatch: takes the samples; by default ``clock`` (seconds), with the garbage collector off.
         around: entered around each sample; what it raises ends the candidate.
@@ -155,7 +145,6 @@ def sampled_in_rounds(
         around=around,
         clock=clock,
         end_s=start_s + (math.inf if budget_s is None else budget_s),
-        disturbed_end_s=start_s + (disturbed_budget_s or 0.0),
         short_of_rounds=short_of_rounds,
         hopeless=math.inf if hopeless is None else hopeless,
         test=partial(ratio_test, margin=margin, resolution=resolution),
@@ -204,7 +193,6 @@ class _RoundTimer:
     around: Around
     clock: Callable[[], float]
     end_s: float
-    disturbed_end_s: float
     short_of_rounds: bool
     hopeless: float
     test: Callable[[Timing, Timing], RatioTest]
@@ -228,9 +216,9 @@ class _RoundTimer:
     def run_warm_round(self) -> Steps[None]:
         hopeless = self._hopeless({name: each.first_ms for name, each in self.candidates.items()})
         for name, each in self._shuffled():
-            over, one_time_ms = self.clock() >= self.end_s, LONGEST_DISTURBED_MS if self._disturbed else ONE_TIME_MS
+            over = self.clock() >= self.end_s
             late = name in hopeless and (over or self._rounds_left() < ENOUGH_ROUNDS)
-            if late and each.first_ms > one_time_ms:
+            if late and each.first_ms > ONE_TIME_MS:
                 each.samples_ms.append(each.first_ms)
                 self.dropped[name] = hopeless[name]
                 continue
@@ -290,7 +278,7 @@ class _RoundTimer:
         return {name: each for name, each in self.candidates.items() if name not in out}
 
     def timings(self) -> dict[str, Timing]:
-        """The timing of each candidate that did not fail; with the times of a device where it was never retired."""
+        """The timing of each candidate that did not fail; with a device's times where it was never retired."""
         running, found = self.running(), dict[str, Timing]()
         for name, each in self.candidates.items():
             if name not in self.failures:
@@ -304,7 +292,7 @@ class _RoundTimer:
         return self.stopwatch.load.disturbed
 
     def _left_s(self) -> float:
-        return (max(self.end_s, self.disturbed_end_s) if self._disturbed else self.end_s) - self.clock()
+        return self.end_s - self.clock()
 
     def _round_s(self) -> float:
         return sum(each.sample_s for each in self.running().values())
@@ -324,8 +312,7 @@ class _RoundTimer:
         fastest_ms, found = min(costs_ms.values(), default=0.0), dict[str, float]()
         for name, cost_ms in costs_ms.items():
             ratio, doubtful = safe_ratio(cost_ms, fastest_ms), self._disturbed or name in self.incumbents
-            preempted = self._disturbed and times_ms[name] <= LONGEST_DISTURBED_MS  # which makes any short time longer
-            if ratio > self.hopeless * (DOUBT_FACTOR if doubtful else 1.0) and not preempted:
+            if ratio > self.hopeless * (DOUBT_FACTOR if doubtful else 1.0):
                 found[name] = ratio
         return found
 
@@ -333,9 +320,9 @@ class _RoundTimer:
         """Retire candidates; whether no comparison among the others needs another round."""
         timings = {name: Timing(tuple(each.samples_ms), each.first_ms) for name, each in self.running().items()}
         costs = {name: timing.plus(self.extra_ms.get(name, 0.0)) for name, timing in timings.items()}
-        out, is_open = self._fastest_compared(costs) if self._disturbed else self._compared(costs)
+        out, is_open = self._compared(costs)
         self.retired |= out
-        fine = not self._disturbed and all(
+        fine = all(
             median_interval(timings[name].samples_ms).half_width < self.target * timings[name].median_ms
             for name in timings.keys() - out
         )
@@ -355,13 +342,6 @@ class _RoundTimer:
         if remaining:
             out |= {name for name in incumbents if all(seen[rival, name] == "faster" for rival in remaining)}
         return out, any(seen[a, b] == "open" for a in remaining for b in (remaining | incumbents) - {a})
-
-    def _fastest_compared(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
-        """The same in a disturbed race, by each candidate's fastest samples."""
-        fastest = {name: timing.undisturbed() for name, timing in timings.items()}
-        least_ms = min((each.median_ms for each in fastest.values()), default=0.0)
-        out = {name for name, each in fastest.items() if each.median_ms > FAR_SLOWER * least_ms}
-        return out, any(max(each.samples_ms) > (1 + SAME) * min(each.samples_ms) for each in fastest.values())
 
     def _trying(self, name: str) -> AbstractContextManager[None]:
         return ending_on_failure(name, self.failures, self.around)

@@ -36,8 +36,8 @@ from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, warned_
 
 
 class Limits(NamedTuple):
-    """Of a trial that a caller waits for: seconds, and calls of the fastest candidate so far besides; and what a race
-    gets at least.
+    """Limits of a trial that a caller waits for, and what its race gets at least: seconds, and calls of the fastest
+    candidate so far besides.
     """
 
     fixed_s: float
@@ -50,7 +50,6 @@ WAITING = Limits(0.05, 12, 0.03, 7)
 CHECK = Limits(0.005, 8, 0.005, 6)  #: of one that compares another machine's choice with the static choice
 SHORT_S = 0.02  #: seconds of a first call that are always left to a caller who waits
 BUSY_FACTOR = 5  #: factor on all seconds where other programs take the cores: calls take longer
-BUSY_RACE_FACTOR = 22  #: likewise on the least seconds of a race: of many samples few are undisturbed
 
 # Of a trial that is taken in steps between calls of the program.
 STEP_S, STEP_SHARE = 0.01, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
@@ -99,10 +98,11 @@ def trial_of(
     problem = request.problem
     found = request.candidates_with(example_bytes(problem))
     first = first if prior is None else prior.chosen
-    runners, most_s = to_measure(problem, found, prior, changed, first), math.inf if budget_s is None else budget_s
+    runners = to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
-    return Trial(request, found, runners, most_s, prior, waiting, limits or WAITING, live_s, clock or time.perf_counter)
+    most_s, clock = math.inf if budget_s is None else budget_s, clock or time.perf_counter
+    return Trial(request, found, runners, most_s, prior, waiting, limits or WAITING, live_s, clock)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Trial:
     live_s: float | None = None
     clock: Callable[[], float] = time.perf_counter
     start: float = field(init=False)
-    calm: bool = field(default_factory=lambda: load.is_calm())
+    patience: float = field(default_factory=lambda: 1 if load.is_calm() else BUSY_FACTOR)
     outside_s: float = 0.0  #: seconds of `prepare`, and of drawing an example on CUDA
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
@@ -151,7 +151,8 @@ class Trial:
         except Exception as error:
             if not guard.is_shortage(error):
                 raise
-            say_once(f"not measured, too little memory for a trial: {printable(str(self.problem))} ({one_line(error)})")
+            what = f"{printable(str(self.problem))} ({one_line(error)})"
+            say_once(f"not measured, too little memory for a trial: {what}")
             self.chosen = None
         self.gate = None
         guard.end_idle_threads()
@@ -295,8 +296,7 @@ class Trial:
     def _remaining_s(self) -> float:
         most_s = self.budget_s
         if self.waiting and self.admitted and self.live_s is None:
-            seconds = self.limits.fixed_s * (1 if self.calm else BUSY_FACTOR)
-            most_s = min(most_s, seconds + self.limits.calls * self._call_s())
+            most_s = min(most_s, self.limits.fixed_s * self.patience + self.limits.calls * self._call_s())
         return most_s - (self.clock() - self.start - self.outside_s)
 
     def _call_s(self) -> float:
@@ -329,16 +329,10 @@ class Trial:
         may_win = ratio < rate
         # The first candidate's calls alone may spend the budget: a second one then gets a call all the same.
         if least_s > left_s and not (may_win and self.budget_s and len(self.admitted) == 1):
-            self.untried += [candidate.title] * may_win
+            self.untried += [candidate.title] if may_win else []
             return (
                 f"{ratio:.3g} times {first.title}'s work: at least {least_s:.3g} s at {rate:g} times its "
                 f"rate, with {left_s:.3g} s of the budget left"
-            ), need_s
-        rounds_s = ENOUGH_ROUNDS * sum(admitted.call_ms for admitted in self.admitted.values()) / 1e3
-        if ratio > RATE_FACTOR and rounds_s + least_s > left_s:
-            return (
-                f"{ratio:.3g} times {first.title}'s work, and the {left_s:.3g} s left of the budget are needed to "
-                f"compare the others"
             ), need_s
         return "", 0.0
 
@@ -407,14 +401,12 @@ class Trial:
                 self.untried += [title] if ratio < MAY_WIN_RATIO else []
                 del runners[title]
         race = self.race = Race(self.request, runners, incumbent, self.clock, self.live_s is not None, differences)
-        remaining, more_s = self._remaining_s(), None
-        if self.waiting and remaining < math.inf:
+        remaining = self._remaining_s()
+        if self.waiting:
             attempts = 1 if self.prior is None else 1 + self.prior.attempts
-            least_s = attempts * (self.limits.race_s + self.limits.race_calls * self._call_s())
-            remaining, more_s = (
-                max(remaining, min(factor * least_s, self.budget_s)) for factor in (1, BUSY_RACE_FACTOR)
-            )
-        yield from race.run(lambda each: example.call(*each.backend_and_order), remaining, more_s)
+            least_s = self.limits.race_s * self.patience + self.limits.race_calls * self._call_s()
+            remaining = max(remaining, min(attempts * least_s, self.budget_s))
+        yield from race.run(lambda each: example.call(*each.backend_and_order), remaining, brief=self.waiting)
 
     def _decision(self, chosen: Candidate) -> Decision:
         assert self.race is not None

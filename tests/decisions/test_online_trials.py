@@ -151,7 +151,7 @@ def test_a_candidate_that_proves_too_slow_for_a_step_is_called_once(machine: Mac
 def test_a_lack_of_memory_ends_a_trial_with_one_warning(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    def run_out(*given: object) -> None:
+    def run_out(*given: object, **named: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(race.Race, "run", run_out)

@@ -82,23 +82,6 @@ def test_lifting_removes_entries(
         assert [each.backend for each in found.entries()] == left
 
 
-def test_an_entry_that_cannot_be_removed_stays(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
-) -> None:
-    quarantined = Quarantine(folder, SILICON)
-    quarantined.add(entry())
-
-    def refuse(path: Path, missing_ok: bool) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    for _ in range(2):
-        assert quarantined.lift() == []
-    assert quarantined.find("made_up", "1") is not None
-    (text,) = warnings()
-    assert "made_up stays in quarantine" in text
-
-
 # --- a bad disk -------------------------------------------------------------------------------------------------------
 
 
@@ -172,14 +155,3 @@ def test_a_folder_that_cannot_be_written(
     assert [path for path in folder.rglob("*") if path.is_file()] == []
     assert len(quarantined.lift()) == 2
     assert quarantined.lift() == anew().entries() == []
-
-
-def test_a_file_in_the_folders_place(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    folder.write_text("not a folder")
-    quarantined = Quarantine(folder, SILICON)
-    quarantined.add(entry())
-    assert quarantined.find("made_up", "1") is not None
-    with crash_marker(folder, SILICON, "made_up", "1", ""):
-        pass
-    assert quarantined.sweep() == []
-    assert len(warnings()) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import sys
 import time
@@ -98,31 +97,6 @@ def test_an_interrupted_write_leaves_the_old_file(
         Store(folder).put(decision(created="2026-01-01T00:00:00", **chosen("other")))
     assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
     assert Store(folder).get(SILICON, GROUP, KEY) == decision()
-
-
-def test_temporary_files_of_killed_writers_are_not_read(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    """Killed between writing and renaming: nothing cleans up."""
-    killed = "import os\nos.replace = lambda *paths: os._exit(9)\n" + WRITER
-    command = [sys.executable, "-c", killed, str(folder), "one", "1"]
-    assert subprocess.run(command, input=WHOLE, check=False, timeout=60).returncode == 9
-    assert len(files_in(folder)) == 1
-    assert Store(folder).get(SILICON, GROUP, KEY) is None
-    assert list(Store(folder).all()) == []
-    assert warnings() == []
-
-
-def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    try:
-        modes = []
-        for mask, key in ((0o077, KEY), (0o007, OTHER)):
-            os.umask(mask)
-            path = Store(tmp_path).put(decision(key=key))
-            assert path is not None
-            modes.append(path.stat().st_mode & 0o777)
-    finally:
-        os.umask(before)
-    assert modes == [0o600, 0o660]
 
 
 # --- many processes ---------------------------------------------------------------------------------------------------

@@ -83,18 +83,6 @@ def test_foreign_files_stay(tmp_path: Path) -> None:
     assert everything(tmp_path) - before == {written}
 
 
-@pytest.mark.usefixtures("little_room")
-def test_the_cache_folder_may_be_a_link(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    (tmp_path / "real").mkdir()
-    cache.symlink_to(tmp_path / "real")
-    old = plant(Store(cache).path(SILICON, GROUP, KEY), encode(decision()))
-    assert Store(cache).put(decision(key=OTHER)) is not None
-    assert not old.exists()
-    Quarantine(cache, SILICON).add(entry())
-    assert len(list((tmp_path / "real" / FOLDER / SILICON).iterdir())) == 1
-
-
 @pytest.mark.parametrize("linked", ["v2", f"v2/{SILICON}", f"v2/{SILICON}/{GROUP}"])
 def test_nothing_is_written_through_a_linked_folder(
     linked: str, tmp_path: Path, warnings: Callable[[], list[str]]

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from attn_dispatch.cli import main
 from attn_dispatch.kernels import registry
-from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.settings import cache_folder
-from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import quarantine
 from attn_dispatch.store.quarantine import Entry, Quarantine
-from attn_dispatch.tuning.candidates import Request
-from tests.support.calls import qkv
 from tests.support.fakes import SILICON
 from tests.support.quarantines import abandon, blamed, entry, markers
 
@@ -127,22 +119,6 @@ def test_a_trial_within_a_hold_adds_nothing(folder: Path, clock: Clock, anew: Ca
     assert markers(folder) == []
 
 
-def test_versions_have_separate_strikes(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
-    given: list[dict[str, Any]] = [{}, {"version": "2"}, {"backend": "other"}]
-    for _ in range(2):
-        for changes in given:
-            abandon(folder, clock.now, **changes)
-        anew().sweep()
-        clock.now += MINUTE
-    assert len(anew().entries()) == 3
-    anew().add(entry(backend="wrong"))
-    anew().clear_strikes("made_up", "1")
-    anew().clear_strikes("wrong", "1")
-    assert [(each.backend, each.version) for each in anew().entries()] == [
-        ("made_up", "2"), ("other", "1"), ("wrong", "1"),
-    ]  # fmt: skip
-
-
 def test_what_is_proven_is_not_replaced_by_a_strike(folder: Path, clock: Clock, anew: Callable[[], Quarantine]) -> None:
     Quarantine(folder, SILICON).add(entry())
     abandon(folder, START)
@@ -166,27 +142,3 @@ def test_the_last_resort_is_never_quarantined(folder: Path, anew: Callable[[], Q
     abandon(folder, START, backend=registry.LAST_RESORT)
     assert blamed(anew()) == []
     assert markers(folder) == []
-
-
-def test_the_end_of_a_quarantine_is_shown(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    where = silicon("cpu")
-    problem = Problem.of(*qkv(32), Dense())
-    for _ in range(2):
-        abandon(cache_folder(), clock.now, where, backend="sdpa", version=registry.version_of(registry.load("sdpa")))
-        clock.now += MINUTE
-        Quarantine(cache_folder(), where).reread()
-    (row,) = (each.row for each in Request.of(problem).candidates if each.name == "sdpa")
-    assert row is not None
-    assert row.status == "quarantined"
-    assert "quarantined until 2026-01-01 12:12 UTC" in row.reason
-    assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    assert "until (UTC)" in shown
-    assert "2026-01-01 12:02   2026-01-01 12:12" in shown
-    clock.now += HOUR
-    assert all(each.row is None for each in Request.of(problem).candidates if each.name == "sdpa")
-    assert main(["doctor"]) == 0
-    shown = capsys.readouterr().out
-    assert "quarantine none\n" in shown
-    assert "strikes " in shown
-    assert "2026-01-01 12:02" in shown

@@ -27,7 +27,7 @@ from attn_dispatch.tuning.clocks import (
     CudaStopwatch,
 )
 from attn_dispatch.tuning.race import Race
-from attn_dispatch.tuning.rounds import exhausted, time_in_rounds
+from attn_dispatch.tuning.rounds import exhausted
 from tests.support import fakes
 from tests.support.cuda_stream import DEVICE, HOST_MS, PRODUCT_MS, WARM_MS, Stream, install
 from tests.support.planted import Planted
@@ -177,16 +177,6 @@ def test_between_calls_of_a_program_nothing_is_warmed(stream: Stream) -> None:
     assert stream.clock() > before
 
 
-def test_race_measures_both_times(stream: Stream) -> None:
-    turns = time_in_rounds(
-        {"a": stream.kernel}, budget_s=None, clock=stream.clock, stopwatch=watch(stream), max_rounds=6
-    )
-    timing = turns.timings["a"]
-    assert timing.median_ms == pytest.approx(WARM_MS)
-    assert timing.device_ms == pytest.approx(WARM_MS)
-    assert timing.host_ms == pytest.approx(HOST_MS)
-
-
 @pytest.fixture
 def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Race]]:
     """Races calls on the made-up device, each by its name, as candidates whose first call took 100 ms."""
@@ -231,12 +221,6 @@ def test_plans_of_the_racing_thread_drop_nobody(raced: Callable[..., Race], stre
     assert found.choose() == "cudnn"
 
 
-def test_plans_and_clocks_take_nothing_from_the_race(raced: Callable[..., Race], stream: Stream) -> None:
-    found = raced(0.1, a=Lazy(stream, 1.5, 300.0), b=Lazy(stream, 1.6, 300.0))
-    assert found.rounds.rounds >= 5
-    assert found.choose() == "a"
-
-
 def test_what_fails_untimed_has_failed(raced: Callable[..., Race], stream: Stream) -> None:
     error = ValueError("no")
 
@@ -269,21 +253,3 @@ def test_a_device_lost_in_a_race_is_one_candidates_fault(
         raced(a=stream.kernel, b=destroy, c=stream.kernel)
     (entry,) = Quarantine(cache_folder(), silicon(DEVICE)).entries()
     assert (entry.backend, entry.kind) == ("b", "died")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_times_on_a_device() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    a = torch.randn(2048, 2048, device=device)
-    stopwatch = CudaStopwatch(device)
-
-    def call() -> object:
-        return a @ a
-
-    warm_ms = [stopwatch.mean_ms(call, 10) for _ in range(5)][-1]
-    device_ms, host_ms = stopwatch.device_ms(call), stopwatch.host_ms(call)
-    assert device_ms is not None
-    assert host_ms is not None
-    assert warm_ms > 0.0
-    assert 0.0 < host_ms < device_ms < 2 * warm_ms

@@ -130,16 +130,6 @@ def test_a_device_that_works_on_after_an_error_hangs(device: Device) -> None:
     assert [entry.kind for entry in quarantined()] == ["hung"]
 
 
-def test_a_device_that_cannot_even_be_selected_is_lost(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(call: object, limit_s: float) -> None:
-        raise ILLEGAL
-
-    monkeypatch.setattr(guard, "run_guarded", fail)
-    with pytest.raises(BackendFailed):
-        tried(ILLEGAL)
-    assert [entry.kind for entry in quarantined()] == ["died"]
-
-
 def test_other_errors_end_the_candidate_alone(device: Device) -> None:
     found = tried(ValueError("no"))
     assert isinstance(found, Rejected)
