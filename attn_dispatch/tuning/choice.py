@@ -9,7 +9,6 @@ lower by more than :data:`BET` is taken all the same: the better bet.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,8 +94,6 @@ class Outcome:
         ratio: median of the candidate's times over the chosen one's, paired by round, without first calls; None
             without shared rounds.
         ratio_low, ratio_high: 99 % interval of the ratio, :data:`~attn_dispatch.tuning.intervals.LAST_LOOK`.
-        break_even: number of calls from which faster later calls outweigh the dearer first one: for the chosen
-            candidate against the incumbent, for any other against the chosen one. None where there is no such number.
     """
 
     status: Literal["chosen", "slower", "tie"]
@@ -104,13 +101,12 @@ class Outcome:
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
-    break_even: float | None = None
     open: bool = False
 
 
 def per_call_ms(plan_ms: float, calls: float) -> float:
     """Spread the first call's extra milliseconds over ``calls`` calls; 0 below :data:`LEAST_PLAN_MS`."""
-    return _plan_ms(plan_ms) / calls
+    return plan_ms / calls if plan_ms >= LEAST_PLAN_MS else 0.0
 
 
 def choose(entrants: Sequence[Entrant], incumbent: str | None, *, calls: float) -> tuple[str, dict[str, Outcome]]:
@@ -158,16 +154,14 @@ class _Comparison:
     def outcome(self, name: str, chosen: str) -> Outcome:
         timing, best = self._entrants[name].timing, self._entrants[chosen].timing
         ratios, interval = paired_ratios(timing, best), ratio_interval(timing, best, LAST_LOOK)
-        break_even = self._break_even(name, (self._incumbent or chosen) if name == chosen else chosen)
         slower = self._entrants[name].dropped is not None or self._beats(chosen, name)
         status: Literal["chosen", "slower", "tie"] = "chosen" if name == chosen else "slower" if slower else "tie"
         return Outcome(
             status=status,
-            reason=self._reason(name, chosen, status, break_even),
+            reason=self._reason(name, chosen, status),
             ratio=statistics.median(ratios) if ratios else None,
             ratio_low=interval.low,
             ratio_high=interval.high,
-            break_even=break_even,
             open=self._is_open(name, chosen),
         )
 
@@ -194,17 +188,14 @@ class _Comparison:
     def _preference(self, name: str) -> tuple[int, int]:
         return self._entrants[name].workspace_bytes, self._entrants[name].rank
 
-    def _reason(self, name: str, chosen: str, status: str, break_even: float | None) -> str:
+    def _reason(self, name: str, chosen: str, status: str) -> str:
         if status == "chosen" and chosen not in self.eligible():
             return f"the better bet: {_too_few(self._rounds(name, self._proven()))} to prove it"
         dropped = self._entrants[name].dropped
         if dropped is not None:
             return f"{dropped:.1f} times the fastest in first calls, not tried again"
-        if break_even is not None:
-            calls = math.ceil(break_even)
-            pays = f"pays after {calls:,} call{'' if calls == 1 else 's'}"
-            sure = status == "chosen" or break_even > self._calls
-            return pays if sure else f"{pays}, and not surely by {MARGIN:.0%} within {self._calls:,.0f}"
+        if status != "chosen" and faster_at_last_look(self._entrants[name].timing, self._entrants[chosen].timing):
+            return f"its dearer first call does not surely pay within {self._calls:,.0f} calls"
         return self._tie(name, chosen) if status == "tie" else ""
 
     def _tie(self, name: str, chosen: str) -> str:
@@ -220,19 +211,6 @@ class _Comparison:
             return f"a tie goes to less workspace: {gib(more)} less"
         return "a tie goes to the simpler candidate" if more == 0 else ""
 
-    def _break_even(self, name: str, rival: str) -> float | None:
-        """Number of calls from which ``name``, with the dearer first call, costs less than ``rival``; None if never."""
-        one, other = self._entrants[name], self._entrants[rival]
-        dearer_ms = _plan_ms(one.plan_ms) - _plan_ms(other.plan_ms)
-        if dearer_ms <= 0.0 or not faster_at_last_look(one.timing, other.timing, MARGIN):
-            return None
-        pairs = zip(other.timing.samples_ms, one.timing.samples_ms, strict=False)
-        return dearer_ms / statistics.median(slow - fast for slow, fast in pairs)
-
 
 def _too_few(rounds: int) -> str:
     return f"{rounds} round{'s are' if rounds > 1 else ' is'} too few"
-
-
-def _plan_ms(plan_ms: float) -> float:
-    return plan_ms if plan_ms >= LEAST_PLAN_MS else 0.0

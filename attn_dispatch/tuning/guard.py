@@ -190,9 +190,9 @@ def run_guarded(call: Callable[[], T], timeout_s: float) -> T:
     other modes and its default device. Any thread may call this, also inside a guarded call. Ctrl-C in the waiting
     thread is raised at once, and the call is interrupted.
 
-    The thread is reused for the next call, with the pool that OpenMP makes for each thread. While two such pools
-    exist, GNU's OpenMP lets their threads sleep instead of spin, which makes small kernels several times slower in
-    both: time nothing inside a guarded call, nor afterwards before `end_idle_threads`.
+    The thread is reused for the next call, with its OpenMP pool. While two such pools exist, GNU's OpenMP lets their
+    threads sleep instead of spin, which makes small kernels several times slower: time nothing inside a guarded call,
+    nor afterwards before `end_idle_threads`.
 
     Raises:
         TimedOut: the call did not return within ``timeout_s`` seconds. Python code is interrupted; a thread that never

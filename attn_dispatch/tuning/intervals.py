@@ -82,10 +82,9 @@ class Timing:
 def median_interval(samples: Sequence[float], confidence: float = ONE_LOOK) -> Interval:
     """Interval that covers the median of the samples' distribution with at least ``confidence``.
 
-    The ends are order statistics, by inversion of the sign test, so coverage is exact for any continuous
-    distribution (Conover, *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples (fewer than 6
-    at 95 %, fewer than 11 at 99.9 %) have no such interval: they give the smallest to the largest sample, which covers
-    less.
+    The ends are order statistics, by inversion of the sign test: exact for any continuous distribution (Conover,
+    *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples (under 6 at 95 %, under 11 at 99.9 %)
+    give the smallest to the largest sample, which covers less.
 
     Raises:
         ValueError: there are no samples, or the confidence lies outside (0, 1).
@@ -109,10 +108,9 @@ def ratio_interval(candidate: Timing, baseline: Timing, confidence: float = ONE_
 def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
     """:func:`ratio_interval` at 99.9 %, for comparisons that are looked at repeatedly.
 
-    Fewer than 11 shared rounds have no such interval and span all ratios. From 5 rounds on that span is widened on
-    either side by half of its width, halved for each further round, so that for normal noise one look errs to one side
-    with probability 0.0033 at 5 rounds, 0.0021 at 7 and 0.0008 at 9 (Student's t). Below 5 rounds use a guard, as
-    :func:`faster` does.
+    Fewer than 11 shared rounds span all ratios. From 5 rounds on that span is widened on either side by half of its
+    width, halved for each further round: for normal noise one look errs to one side with probability 0.0033 at 5
+    rounds, 0.0021 at 7 and 0.0008 at 9 (Student's t). Below 5 rounds use a guard, as :func:`ratio_test` does.
     """
     found, shared = ratio_interval(candidate, baseline, REPEATED), shared_rounds(candidate, baseline)
     if not _LEAST_WIDENED <= shared < fewest(REPEATED) or found.low == found.high:
@@ -134,9 +132,8 @@ def surely_faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -
 def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
     """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the test that a decision is made by.
 
-    Also true where the candidate is :func:`surely_faster`, which may have ended the race. Fewer than 8 shared rounds
-    have no 99 % interval: then every ratio must lie below ``1 - guard``, where the guard is that of
-    :func:`surely_faster`, but at least twice the margin.
+    Also true where it is :func:`surely_faster`, which may have ended the race. Fewer than 8 shared rounds have no 99 %
+    interval: then every ratio must lie below ``1 - guard``, here at least twice the margin.
     """
     if surely_faster(candidate, baseline, margin):
         return True

@@ -201,7 +201,7 @@ class Race:
         if row.status not in TIMED or row.low_ms is None:
             return row
         status = "slower" if row.low_ms > self.rounds.timings[chosen.title].high_ms else "tie"
-        relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high", "break_even"))
+        relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high"))
         return msgspec.structs.replace(row, status=status, open=False, **relative)
 
     def _may_win(self, name: str, ratio: float) -> bool:

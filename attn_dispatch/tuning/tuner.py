@@ -82,14 +82,12 @@ def trial_of(
     """A trial that measures the candidates of a problem and chooses; None without a candidate.
 
     Args:
-        budget_s: seconds that the trial may take; None for no limit. A backend's `prepare` is not included.
-        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial, and only the chosen
-            candidate runs the hard cases.
+        budget_s: seconds that the trial may take, `prepare` not included; None for no limit.
+        waiting: a caller waits: the problem's own calls limit the trial too, and only the choice runs the hard cases.
         limits: of such a trial, by default `WAITING`.
         prior: the stored decision. Its choice is the incumbent; rows of candidates that are not measured again stay.
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
-        first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
-            that the budget suffices for.
+        first: the candidate to run first without a `prior`, by default the static choice.
         live_s: seconds of a call of the program, where the trial is taken in steps between such calls: then only
             `budget_s` limits it, and no candidate is tried whose call takes much longer (`STEP_CALLS`).
         clock: seconds that the trial has taken, from any start; time.perf_counter if None.

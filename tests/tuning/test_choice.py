@@ -98,20 +98,8 @@ def test_first_call_is_spread_over_the_calls() -> None:
     entrants = [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)]
     assert [choose(entrants, "old", calls=calls)[0] for calls in (900, 1100, 10_000)] == ["old", "built", "built"]
     found = outcome("built", entrants, calls=900)
-    assert (found.status, found.reason) == ("slower", "pays after 1,000 calls")
-    assert found.break_even == pytest.approx(1000, rel=0.01)
+    assert (found.status, found.reason) == ("slower", "its dearer first call does not surely pay within 900 calls")
     assert found.ratio == pytest.approx(0.5, rel=0.01)
-
-
-def test_candidate_with_a_late_break_even_is_a_tie() -> None:
-    found = outcome("built", [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)], calls=1010)
-    assert found.status == "tie"
-    assert found.reason == "pays after 1,000 calls, and not surely by 2% within 1,010"
-
-
-@pytest.mark.parametrize(("cost_ms", "plan_ms"), [(1.0, 500.0), (1.5, 500.0), (0.99, 500.0), (0.5, 0.0)])
-def test_no_break_even_without_a_slower_first_call_and_faster_later_calls(cost_ms: float, plan_ms: float) -> None:
-    assert outcome("new", [entrant("old", 1.0), entrant("new", cost_ms, plan_ms=plan_ms)]).break_even is None
 
 
 @pytest.mark.parametrize(("plan_ms", "per_call_ms"), [(9.99, 0.0), (10.0, 2.0), (100.0, 20.0), (-3.0, 0.0)])
