@@ -138,8 +138,6 @@ def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool
         if not guard.is_shortage(error):
             raise
         return False
-    finally:
-        guard.end_idle_threads()
 
 
 WINDOW_S = 60.0  #: seconds over which trials are limited

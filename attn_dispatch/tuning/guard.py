@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import errno
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attn_dispatch import process_state
@@ -88,28 +86,58 @@ class _Stop(BaseException):
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-class _Job(Generic[T]):
-    """One call with the caller's thread state, and its result or exception."""
+class _GuardedThread(threading.Thread, Generic[T]):
+    """A thread for one call with the caller's state, and its result or exception."""
 
     def __init__(self, call: Callable[[], T]) -> None:
+        super().__init__(name="attn-dispatch-trial", daemon=True)
         self.call: Callable[[], T] | None = call
         self.context = contextvars.copy_context()
         self.state = _TorchState() if "torch" in sys.modules else None
+        self.ending = threading.Lock()  # guards `running` and `stopping`
+        self.running = self.stopping = False
         self.done = threading.Event()
         self.result: T | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        with suppress(_Stop):
+            try:
+                self._call()
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                # Without these frames: they and the error would reference each other.
+                frames = error.__traceback__ and error.__traceback__.tb_next
+                self.error = error.with_traceback(frames and frames.tb_next)
+            finally:
+                self.done.set()
+            for _ in range(100 * self.stopping):
+                pass  # a late `_Stop` is raised here: left pending, CPython would check for it for ever
+
+    def _call(self) -> None:
         call, self.call = self.call, None
-        assert call is not None
+        with self.ending:  # its time may have run out before this thread was scheduled
+            self.running = not self.stopping
         try:
             with ExitStack() as stack:
                 if self.state is not None:
                     self.state.enter(stack)
-                self.result = self.context.run(call)
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            # Without this frame: frame and error would reference each other.
-            self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+                if self.running and call is not None:
+                    self.result = self.context.run(call)
+        finally:
+            # From here on `stop` raises nothing in the thread. What it has raised must not be revoked, or every thread
+            # would check for an exception that none finds, and make no progress under a profiler or debugger.
+            with self.ending:
+                self.running = False
+
+    def stop(self) -> None:
+        """Raise `_Stop` in the thread as soon as it runs Python code."""
+        held = process_state.starting.acquire(timeout=GRACE_S)  # else a thread that it starts would get it
+        with self.ending:
+            self.stopping = True
+            if self.running and self.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(_Stop))
+        if held:
+            process_state.starting.release()
 
     def outcome(self) -> T:
         result, error = cast(T, self.result), self.error
@@ -124,75 +152,14 @@ class _Job(Generic[T]):
             del error
 
 
-class _Worker:
-    """A thread that runs jobs one after another, until it is stopped or ended."""
-
-    def __init__(self) -> None:
-        self.jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
-        self.ending = threading.Lock()  # guards `running` and `stopping`
-        self.running = False
-        self.stopping = False
-        self.thread = threading.Thread(target=self._loop, name="attn-dispatch-trial", daemon=True)
-        with process_state.starting:
-            self.thread.start()
-
-    def stop(self) -> None:
-        """Raise `_Stop` in the thread as soon as it runs Python code; it takes no more jobs."""
-        held = process_state.starting.acquire(timeout=GRACE_S)  # else a thread that it starts would get it
-        with self.ending:
-            self.stopping = True
-            if self.running and (ident := self.thread.ident) is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stop))
-        if held:
-            process_state.starting.release()
-        self.jobs.put(None)
-
-    def _loop(self) -> None:
-        with suppress(_Stop):
-            while (job := self.jobs.get()) is not None:
-                try:
-                    try:
-                        if self._open():
-                            job.run()
-                    finally:
-                        self._close()
-                finally:  # `_close` itself may be interrupted, but only once
-                    job.done.set()
-                del job  # while waiting, keep nothing of the caller's alive
-            for _ in range(100 * self.stopping):
-                pass  # a late `_Stop` is raised here: left pending, CPython would check for it for ever
-
-    def _open(self) -> bool:
-        """Mark the job as running; False where its time ran out before this thread was scheduled."""
-        with self.ending:
-            self.running = not self.stopping
-        return self.running
-
-    def _close(self) -> None:
-        """Mark the job as over: from here on `stop` raises nothing in the thread.
-
-        A late `_Stop` must not be revoked: `PyThreadState_SetAsyncExc` with NULL makes every thread check for an
-        exception that none finds, so that all keep checking, and under a profiler or debugger make no progress.
-        """
-        with self.ending:
-            self.running = False
-
-
-_idle: list[_Worker] = []  # used last in, first out: the last worker's thread pools are warm
-os.register_at_fork(after_in_child=_idle.clear)
-
-
 def run_guarded(call: Callable[[], T], timeout_s: float) -> T:
     """Run ``call`` in a separate thread and wait; return its result or raise its exception. One such as
     KeyboardInterrupt, which would end the program, becomes a RuntimeError.
 
     The caller's grad mode, number of threads, CUDA device and stream and context variables hold inside, not torch's
     other modes and its default device. Any thread may call this, also inside a guarded call. Ctrl-C in the waiting
-    thread is raised at once, and the call is interrupted.
-
-    The thread is reused for the next call, with its OpenMP pool. While two such pools exist, GNU's OpenMP lets their
-    threads sleep instead of spin, which makes small kernels several times slower: time nothing inside a guarded call,
-    nor afterwards before `end_idle_threads`.
+    thread is raised at once, and the call is interrupted. Time nothing inside: the thread has an OpenMP pool of its
+    own, and while two pools exist, GNU's OpenMP lets their threads sleep instead of spin.
 
     Raises:
         TimedOut: the call did not return within ``timeout_s`` seconds. Python code is interrupted; a thread that never
@@ -208,40 +175,26 @@ def run_at_once(calls: list[Callable[[], T]], timeout_s: float) -> list[T]:
     """Run calls at once, each in a thread as `run_guarded` does; their results, or the exception of the first that
     raised one. Empties the list.
     """
-    workers = list[_Worker]()
+    threads = [_GuardedThread(call) for call in calls]
+    calls.clear()  # only the threads hold them, until they have run
     try:
-        while len(workers) < len(calls):
-            with suppress(IndexError):  # another thread took it
-                workers.append(_idle.pop() if _idle else _Worker())
-    except RuntimeError as error:
-        _idle.extend(workers)
-        say_once(f"a backend is tried without a time limit: {error}")  # at interpreter exit, or out of threads
-        return [call() for call in calls]
-    jobs = [_Job(call) for call in calls]
-    calls.clear()  # only the jobs hold them, until they have run
-    try:
-        for worker, job in zip(workers, jobs):
-            worker.jobs.put(job)
+        for thread in threads:
+            try:
+                with process_state.starting:
+                    thread.start()
+            except RuntimeError as error:  # at interpreter exit, or out of threads
+                say_once(f"a backend is tried without a time limit: {error}")
+                thread.run()
         end_s = time.monotonic() + timeout_s
-        if not all(job.done.wait(max(0.0, end_s - time.monotonic())) for job in jobs):
+        if not all(thread.done.wait(max(0.0, end_s - time.monotonic())) for thread in threads):
             raise TimedOut(timeout_s)
     except BaseException as error:
-        for worker in workers:
-            worker.stop()
+        for thread in threads:
+            thread.stop()
         if isinstance(error, TimedOut):
-            error.stopped = all(job.done.wait(GRACE_S) for job in jobs)
+            error.stopped = all(thread.done.wait(GRACE_S) for thread in threads)
         raise
-    _idle.extend(workers)
-    return [job.outcome() for job in jobs]
-
-
-def end_idle_threads() -> None:
-    """End the idle worker threads and their OpenMP pools, so that the next timing has the cores to itself."""
-    while _idle:
-        with suppress(IndexError):
-            worker = _idle.pop()
-            worker.jobs.put(None)
-            worker.thread.join()
+    return [thread.outcome() for thread in threads]
 
 
 class _TorchState:

@@ -79,7 +79,6 @@ class Race:
             ((only, (_, admitted)),) = self.runners.items()
             self.rounds = Rounds({only: intervals.Timing((admitted.call_ms,), admitted.call_ms)}, {}, {}, 0, 0.0)
             return
-        guard.end_idle_threads()  # they would occupy cores during the timing
         self._calls = {name: _Watched(call_of(each), self.differences) for name, (each, _) in self.runners.items()}
         stopwatch = self.stopwatch or stopwatch_of(self.problem.device, self.stepped)
         around: Around = nullcontext if self.stopwatch is not None else self._guarded

@@ -153,7 +153,6 @@ class Trial:
             say_once(f"not measured, too little memory for a trial: {what}")
             self.chosen = None
         self.gate = None
-        guard.end_idle_threads()
         self._clear_tables()
         if self.chosen is None:
             memory.release(self.problem.device)  # only here: in the handler the exception still references tensors
@@ -171,7 +170,6 @@ class Trial:
         Raises:
             MemoryError: they are more than `most_bytes`.
         """
-        guard.end_idle_threads()
         if self.race is not None:
             self.race.pause()
         need = 2 * example_bytes(self.problem) if self.gate is not None else 0  # the reference's gradients too

@@ -23,7 +23,6 @@ HELD = {
     "ring.link._connections",
     "ring.link._links",
     "store.crash_markers._own_markers",
-    "tuning.guard._idle",
     "tuning.hard_cases._cases",
 }
 

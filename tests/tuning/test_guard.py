@@ -14,10 +14,8 @@ from collections.abc import Callable
 import pytest
 
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.guard import TimedOut, end_idle_threads, run_at_once, run_guarded
+from attn_dispatch.tuning.guard import TimedOut, run_at_once, run_guarded
 from tests.support.guarded import PATIENT_S, run
-
-pytestmark = pytest.mark.usefixtures("no_threads_are_left")
 
 # --- calls that return ------------------------------------------------------------------------------------------------
 
@@ -60,17 +58,6 @@ def test_no_object_is_referenced_after_a_failure() -> None:
     except ValueError as error:
         traceback.clear_frames(error.__traceback__)
     assert seen[0]() is None
-
-
-def test_a_thread_is_reused_and_can_be_ended() -> None:
-    first, second = (run_guarded(threading.current_thread, PATIENT_S) for _ in range(2))
-    assert first is second
-    assert first is not threading.current_thread()
-    assert first.daemon
-    end_idle_threads()
-    assert not first.is_alive()
-    third = run_guarded(threading.current_thread, PATIENT_S)
-    assert third is not first
 
 
 def test_guarded_calls_of_many_threads() -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextvars
 
-import pytest
 import torch
 
 from attn_dispatch.tuning.guard import run_guarded
 from tests.support.guarded import PATIENT_S
-
-pytestmark = pytest.mark.usefixtures("no_threads_are_left")
 
 
 def test_a_call_runs_with_the_callers_number_of_threads() -> None:
