@@ -32,9 +32,7 @@ TIME_LIMITS_S = {FINE_ROUNDS: 10.0, 300: 0.5}
 DOUBT_FACTOR = 4.0
 # Where the budget is short of rounds, the slowest by the first two calls are dropped.
 ENOUGH_ROUNDS = 10  #: rounds that separate candidates whose times differ by more than a tenth
-FEW_ROUNDS = 4  #: rounds below which closer candidates are dropped too, see `NEAR_RATIO`
-FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer than `ENOUGH_ROUNDS` fit
-NEAR_RATIO = 1.15  #: the same where fewer than `FEW_ROUNDS` fit
+FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer fit
 SAID_AFTER_S = 5.0  #: seconds after which a trial that a caller waits for says so
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
 
@@ -248,14 +246,10 @@ class _RoundTimer:
         least_ms = {name: each.least_ms for name, each in self.running().items()}
         fastest_ms = min(least_ms.values(), default=0.0)
         for name in [] if self._disturbed else sorted(least_ms, key=lambda name: -least_ms[name]):
-            rounds, ratio = self._rounds_left(), safe_ratio(least_ms[name], fastest_ms)
-            if rounds >= ENOUGH_ROUNDS or ratio < NEAR_RATIO or (rounds >= FEW_ROUNDS and ratio < FAR_RATIO):
+            ratio = safe_ratio(least_ms[name], fastest_ms)
+            if self._rounds_left() >= ENOUGH_ROUNDS or ratio < FAR_RATIO:
                 return
-            if name in self.incumbents and ratio < FAR_RATIO:
-                continue
             self.dropped[name] = ratio
-            if ratio < FAR_RATIO:
-                self.short_of_time |= {name}
 
     def run_rounds(self, min_rounds: int, max_rounds: int, start_s: float) -> Steps[None]:
         next_look = min_rounds

@@ -55,14 +55,6 @@ def test_a_crossover_is_where_the_ratio_is_one() -> None:
         assert choice(length, evidence).backend == "b"
 
 
-def test_two_measurements_suffice() -> None:
-    # Both logarithms are straight here, and so is that of the ratio.
-    evidence = [decision(problem_at(n), {A: (n / CROSS) ** 2, B: n / CROSS}) for n in (500, 2000)]
-    assert choice(950, evidence).backend == "a"
-    assert choice(1050, evidence).backend == "b"
-    assert choice(950, evidence).ratios[B] == pytest.approx(1000 / 950, abs=0.01)
-
-
 def test_confidence_falls_toward_the_crossover_and_away_from_the_evidence() -> None:
     evidence = crossing(*LENGTHS)
     near, far = choice(1020, evidence), choice(4000, evidence)
@@ -123,13 +115,6 @@ def test_only_able_candidates_are_chosen() -> None:
     found = choice(4096, crossing(*LENGTHS), (A,))
     assert (found.backend, found.order) == A
     assert found.ratios == {A: 1.0}
-
-
-def test_orders_are_separate_candidates() -> None:
-    hilbert = ("a", "hilbert")
-    evidence = [decision(problem_at(n), {A: 2.0, hilbert: 1.0}) for n in (512, 2048)]
-    assert (choice(1024, evidence, (A, hilbert)).backend, choice(1024, evidence, (A, hilbert)).order) == hilbert
-    assert choice(1024, evidence, (A,)).order == "natural"
 
 
 @pytest.mark.parametrize("status", ["failed", "incorrect", "quarantined", "not_measured", "unsupported", "over_memory"])

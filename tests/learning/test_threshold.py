@@ -52,13 +52,6 @@ def test_planted_crossovers_are_found_within_an_octave(tokens: int, slope: float
         assert abs(math.log2(found.tokens / tokens)) < 1
 
 
-def test_an_order_that_is_always_faster_has_the_shortest_length_as_threshold() -> None:
-    for seed in range(20):
-        found = learned(planted(lambda n: 1.2, seed))
-        assert found is not None
-        assert (found.tokens, found.low, found.high) == (LENGTHS[0], None, LENGTHS[0])
-
-
 def test_no_measured_length_becomes_slower_by_more_than_noise() -> None:
     """Where the order pays, its true speed-up is above 0.97."""
     for seed in range(20):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch import settings
 from attn_dispatch.store.folder import Store
 from tests.support.entries import GROUP, KEY, OTHER, WHOLE, chosen, decision, files_in
 from tests.support.fakes import SILICON
@@ -160,20 +159,6 @@ def test_eight_writers_lose_nothing(folder: Path, warnings: Callable[[], list[st
     assert found is not None
     expected = {f"w{number} {turn}" for number in range(8) for turn in range(WRITES)}
     assert {row.backend for row in found.candidates} == expected
-
-
-# --- the cache folder -------------------------------------------------------------------------------------------------
-
-
-def test_the_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "here"))
-    assert settings.cache_folder() == tmp_path / "here"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "~/there")
-    assert settings.cache_folder() == tmp_path / "there"
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert settings.cache_folder() == tmp_path / "attn-dispatch"
 
 
 def test_no_torch() -> None:

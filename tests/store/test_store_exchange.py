@@ -134,13 +134,6 @@ def test_options_select_the_exported_decisions(run: Run, tmp_path: Path, options
     assert len(read_bundle((tmp_path / "bundle.json").read_bytes())) == count
 
 
-def test_an_export_without_decisions_fails(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store_all(*GIVEN)
-    assert cli.main(["export", str(tmp_path / "bundle.json"), "--key", "abc"]) == 1
-    assert "no decision in" in capsys.readouterr().err
-    assert not (tmp_path / "bundle.json").exists()
-
-
 # --- what cannot be read --------------------------------------------------------------------------------------------
 
 BUNDLE = write_bundle(GIVEN)

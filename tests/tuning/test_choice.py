@@ -66,20 +66,6 @@ def test_a_race_keeps_its_incumbent_among_close_candidates(incumbent: str) -> No
     assert race.choose() == incumbent
 
 
-def test_a_candidate_short_of_time_that_proves_wrong_has_no_row_in_the_race() -> None:
-    """Its row is the one of the wrong results, which the race does not know."""
-    candidates = {name: SimpleNamespace(workspace_bytes=0, backend=Backend(), title=name) for name in ("a", "b")}
-    runners: Any = {name: (each, Admitted(1.0, 1.0, None, 0.0)) for name, each in candidates.items()}
-    problem = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
-    race = Race(Request.of(problem), runners, "a")
-    timings = {"a": Timing((1.0,), 1.0), "b": Timing((1.3,), 1.3)}
-    race.rounds = Rounds(timings, {}, {"b": 1.3}, 1, 0.1, frozenset({"b"}))
-    assert race.choose() == "a"
-    race.remove("b")
-    wrong: Any = candidates["b"]
-    assert race.row(wrong) is None
-
-
 def test_least_median_is_chosen_if_all_are_beaten() -> None:
     """Each beats the next one in two thirds of all rounds."""
     samples = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 1.0), "c": (2.9, 0.9, 1.9)}

@@ -19,7 +19,6 @@ from attn_dispatch.tuning import guard, race
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import (
-    HOST_REPEATS,
     LEAD_FACTOR,
     MOST_WAITS,
     PAUSE_S,
@@ -108,21 +107,6 @@ def test_a_host_that_becomes_slower_keeps_its_lead(stream: Stream) -> None:
     assert stream.log.count("lead") == 1
 
 
-def test_the_hosts_time_is_of_few_calls(stream: Stream) -> None:
-    """The driver's queue may be full after them."""
-    stopwatch = watch(stream)
-    calls = 0
-
-    def call() -> None:
-        nonlocal calls
-        calls += 1
-        stream.enqueue_ms = HOST_MS if calls % 100 <= HOST_REPEATS else 50.0
-        stream.kernel()
-
-    stopwatch.mean_ms(call, 99)
-    assert stopwatch.host_ms(call) == pytest.approx(HOST_MS)
-
-
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -148,19 +132,6 @@ def test_the_device_works_after_a_call_that_compiled(stream: Stream) -> None:
     stream.enqueue_ms = HOST_MS
     stopwatch.mean_ms(stream.kernel)
     assert "product" in stream.log
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Deterministic behavior")]
-)
-def test_a_product_that_cannot_run_is_left_out(
-    error: Exception, stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(torch, "mm", fail)
-    assert watch(stream, warm=False).mean_ms(stream.kernel) > 0
 
 
 # --- races ------------------------------------------------------------------------------------------------------------
@@ -219,18 +190,6 @@ def test_plans_of_the_racing_thread_drop_nobody(raced: Callable[..., Race], stre
     assert found.rounds.dropped == {}
     assert found.rounds.timings["cudnn"].median_ms == pytest.approx(1.0)
     assert found.choose() == "cudnn"
-
-
-def test_what_fails_untimed_has_failed(raced: Callable[..., Race], stream: Stream) -> None:
-    error = ValueError("no")
-
-    def fail() -> None:
-        raise error
-
-    found = raced(a=fail, b=stream.kernel)
-    assert found.rounds.failures == {"a": error}
-    assert found.choose() == "b"
-    assert raced(a=fail).choose() is None
 
 
 def test_a_device_lost_in_a_race_is_one_candidates_fault(

@@ -133,11 +133,6 @@ def test_failure_ends_that_candidate_only(after: int) -> None:
     assert gc.isenabled()
 
 
-def test_failure_of_all_ends_the_race() -> None:
-    turns = time_in_rounds({"bad": failing(ValueError("no"))}, budget_s=None)
-    assert (list(turns.failures), turns.timings, turns.rounds) == (["bad"], {}, 0)
-
-
 def test_failure_releases_the_objects_of_the_call() -> None:
     class Held:
         alive = 0
@@ -178,7 +173,6 @@ def test_budget_is_respected(budget_s: float) -> None:
     [
         ([100.0, 105.0, 170.0], 8, {"c"}),  # far from the fastest: for fewer rounds than separate close ones
         ([100.0, 105.0, 140.0], 8, set()),
-        ([100.0, 105.0, 140.0], 3, {"c"}),
         ([100.0, 105.0, 110.0], 3, set()),
         ([100.0, 105.0, 170.0], 16, set()),
     ],
