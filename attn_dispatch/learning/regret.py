@@ -67,18 +67,11 @@ class GroupRegret:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; regrets as shares."""
         worst = self.worst
-        return {
-            "silicon": self.silicon,
-            "group": self.group,
-            "title": self.title,
-            "count": self.count,
+        plain = ("silicon", "group", "title", "count", "mean", "p95", "hits", "confidence")
+        return {name: getattr(self, name) for name in plain} | {
             "alone": self.unpredicted,
-            "mean": self.mean,
-            "p95": self.p95,
             "worst": None if worst is None else worst.regret,
             "worst_key": None if worst is None else worst.key,
-            "hits": self.hits,
-            "confidence": self.confidence,
         }
 
 

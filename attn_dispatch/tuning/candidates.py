@@ -28,9 +28,8 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import current_flash
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.decision import CandidateId, Decision, Row
-from attn_dispatch.store.quarantine import Entry, Kind, Quarantine, until
+from attn_dispatch.store.quarantine import Entry, Kind, Quarantine, crash_marker, until
 from attn_dispatch.text import gib, one_line, printable, titled
 from attn_dispatch.tuning import guard
 

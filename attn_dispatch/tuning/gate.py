@@ -24,9 +24,8 @@ from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.files import digest
-from attn_dispatch.store.quarantine import Kind
+from attn_dispatch.store.quarantine import Kind, crash_marker
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import candidates, guard
 from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, work

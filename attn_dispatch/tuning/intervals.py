@@ -119,23 +119,13 @@ def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
     return Interval(max(found.low - wider, 0.0), found.high + wider)
 
 
-def surely_faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
-    """Whether :func:`sure_interval` lies wholly below ``1 - guard``.
-
-    The guard is the margin; with fewer than 6 shared rounds it is at least 0.02, doubled for each round short of 6: by
-    default 0.04 at 5 rounds and 0.64 at one. Equal candidates pass by sign alone with probability 2**-n, for which the
-    guard compensates.
-    """
-    return ratio_test(candidate, baseline, margin) == "faster"
-
-
 def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
     """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the test that a decision is made by.
 
-    Also true where it is :func:`surely_faster`, which may have ended the race. Fewer than 8 shared rounds have no 99 %
-    interval: then every ratio must lie below ``1 - guard``, here at least twice the margin.
+    Also true where :func:`ratio_test` says "faster", which may have ended the race. Fewer than 8 shared rounds have no
+    99 % interval: then every ratio must lie below ``1 - guard``, here at least twice the margin.
     """
-    if surely_faster(candidate, baseline, margin):
+    if ratio_test(candidate, baseline, margin) == "faster":
         return True
     shared = shared_rounds(candidate, baseline)
     guard = margin if shared >= fewest(LAST_LOOK) else max(_guard(shared, margin), 2 * margin)
@@ -145,9 +135,11 @@ def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MAR
 def ratio_test(candidate: Timing, baseline: Timing, margin: float = MARGIN, resolution: float = 0.0) -> RatioTest:
     """Test whether a candidate is faster than the baseline by more than the margin.
 
-    "faster": it surely is, see :func:`surely_faster`. "not": it surely is not, :func:`sure_interval` lies wholly at or
-    above ``1 - margin``. "close": undecided, but the ratio is known to within ``resolution``. "open": more rounds may
-    decide.
+    "faster": :func:`sure_interval` lies wholly below ``1 - guard``. "not": wholly at or above ``1 - margin``. "close":
+    undecided, but the ratio is known to within ``resolution``. "open": more rounds may decide.
+
+    The guard is the margin; with fewer than 6 shared rounds it is at least 0.02, doubled for each round short of 6:
+    0.04 at 5 rounds, 0.64 at one. Equal candidates pass by sign alone with probability 2**-n.
     """
     interval, shared = sure_interval(candidate, baseline), shared_rounds(candidate, baseline)
     if interval.high < 1.0 - _guard(shared, margin):

@@ -16,8 +16,8 @@ from attn_dispatch.kernels.contract import traces
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.store.decision import TIMED, Decision, Row
+from attn_dispatch.store.quarantine import CrashMarker, crash_marker
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device

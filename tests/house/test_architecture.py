@@ -97,7 +97,6 @@ TORCH_FREE = (
     "spec.pattern",
     "spec.reach",
     "spec.reordered",
-    "store.crash_markers",
     "store.decision",
     "store.files",
     "store.folder",

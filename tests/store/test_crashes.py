@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch.store import crash_markers
-from attn_dispatch.store.crash_markers import crash_marker, place_of
-from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.store import quarantine
+from attn_dispatch.store.quarantine import Quarantine, crash_marker, place_of
 from tests.support import processes
 from tests.support.fakes import SILICON
 from tests.support.quarantines import GROUP, TRIED, abandon, blamed, markers, run, start
@@ -160,7 +159,7 @@ if not child:
 def test_concurrent_sweeps(folder: Path, anew: Callable[[], Quarantine]) -> None:
     """A second sweep during the first takes no lock of the first for the trial's, and adds no strike."""
     abandon(folder, NOW)
-    first = crash_markers.abandoned(folder, SILICON)
+    first = quarantine.abandoned(folder, SILICON)
     assert next(first)[1].backend == "made_up"
     assert blamed(anew()) == ["made_up"]
     assert list(first) == []
@@ -227,6 +226,6 @@ def test_a_trial_runs_if_its_marker_cannot_be_written(
                 entered += 1
     assert entered == 2
     assert markers(folder) == []
-    assert crash_markers._own_markers == {}
+    assert quarantine._own_markers == {}
     (text,) = warnings()
     assert text.startswith("a crash would not be recorded: ")

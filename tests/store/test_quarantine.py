@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from attn_dispatch.store import files
-from attn_dispatch.store.crash_markers import FOLDER, crash_marker, place_of
-from attn_dispatch.store.quarantine import Quarantine, silicons
+from attn_dispatch.store.quarantine import FOLDER, Quarantine, crash_marker, place_of, silicons
 from tests.support.fakes import SILICON
 from tests.support.quarantines import GROUP, entry, path_of, path_of_new
 

@@ -11,11 +11,10 @@ import pytest
 
 from attn_dispatch.cli import main
 from attn_dispatch.store import files, problem_files
-from attn_dispatch.store.crash_markers import FOLDER, crash_marker
 from attn_dispatch.store.decision import encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
-from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.store.quarantine import FOLDER, Quarantine, crash_marker
 from tests.support.entries import GROUP, KEY, OTHER, decision
 from tests.support.fakes import SILICON
 from tests.support.quarantines import entry, path_of_new

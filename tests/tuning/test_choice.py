@@ -181,17 +181,14 @@ def test_picks_on_a_disturbed_machine_do_not_flip(machine: dict[str, float]) -> 
     assert set(retuning.independent(tuner, {"slow": 1.2, "fast": 1.0}, "slow", 30)) == {"fast"}
 
 
-def test_picks_of_the_naive_rule_flip() -> None:
-    assert retuning.flips(retuning.independent(retuning.naive, CLOSE, None, 50)) > 0.3
-
-
-@pytest.mark.full
-def test_candidate_four_percent_faster_is_found() -> None:
-    found = retuning.grey_zone(Tuner(), 30)
-    assert min(found["4.0%"], found["5.0%"], found["10.0%"]) >= 0.95
-
-
 def test_picks_of_spread_candidates_lose_little() -> None:
     found = retuning.spreads(Tuner(), 50)
     assert found["mean_loss"] <= 0.01
     assert found["worst"] <= 0.04
+
+
+@pytest.mark.full
+def test_candidate_four_percent_faster_is_found() -> None:
+    for cost_ms in (0.96, 0.95, 0.9):
+        picks = retuning.independent(Tuner(), {"old": 1.0, "new": cost_ms}, "old", 30)
+        assert picks.count("new") >= 0.95 * 30

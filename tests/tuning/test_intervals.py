@@ -16,8 +16,8 @@ from attn_dispatch.tuning.intervals import (
     faster_at_last_look,
     median_interval,
     ratio_interval,
+    ratio_test,
     sure_interval,
-    surely_faster,
 )
 from tests.support.pairwise import thinned
 from tests.support.simulated import Machine
@@ -135,7 +135,7 @@ VERDICTS: list[tuple[list[float], float, str]] = [
 def test_ratio_test(ratios: list[float], resolution: float, verdict: str) -> None:
     candidate, baseline = Timing(tuple(ratios), 1.0), Timing((1.0,) * len(ratios), 1.0)
     assert intervals.ratio_test(candidate, baseline, 0.02, resolution + 1e-12) == verdict
-    assert surely_faster(candidate, baseline) == (verdict == "faster")
+    assert (ratio_test(candidate, baseline) == "faster") == (verdict == "faster")
 
 
 @thinned("noise", [0.03, 0.01, 0.1], 3)
@@ -147,7 +147,7 @@ def test_one_look_at_few_rounds_errs_seldom(noise: float) -> None:
             machine.race({"old": 1.0, "new": 0.98}, min_rounds=rounds, max_rounds=rounds, seed=seed)
             for seed in range(1000)
         ]
-        errors = share(surely_faster(each.timings["new"], each.timings["old"]) for each in turns)
+        errors = share(ratio_test(each.timings["new"], each.timings["old"]) == "faster" for each in turns)
         # 0.0033 by Student's t at 5 rounds, less later on, and three standard errors of 1,000 draws.
         assert errors <= 0.0033 + 0.0055
 
@@ -167,4 +167,4 @@ def test_last_look_requires_99_percent() -> None:
     # 12 rounds, one of which is no gain: ranks 2 and 11 bound the median with 0.9936, and 1 and 12 with 0.9995.
     candidate, baseline = Timing((0.9,) * 11 + (1.1,), 1.0), Timing((1.0,) * 12, 1.0)
     assert faster_at_last_look(candidate, baseline)
-    assert not surely_faster(candidate, baseline)
+    assert ratio_test(candidate, baseline) != "faster"

@@ -218,7 +218,7 @@ def test_incumbent_races_until_all_remaining_candidates_surely_beat_it() -> None
     turns = Machine(0.03).race({"old": 1.5, "a": 1.0, "b": 1.0}, incumbents=("old",))
     rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
     assert turns.retired == {"old"}
-    assert intervals.surely_faster(turns.timings["a"], turns.timings["old"])
+    assert intervals.ratio_test(turns.timings["a"], turns.timings["old"]) == "faster"
     assert rounds["old"] < rounds["a"] == rounds["b"]
 
 
