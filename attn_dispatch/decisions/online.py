@@ -237,7 +237,6 @@ class _LiveTrial:
         others = sum(each.held_bytes for each in list(_trials.values()) if each is not self)
         trial, steps = self._trial, self._steps
         try:
-            trial.resume()
             while True:
                 self._need_s = next(steps)
                 spent_s = time.perf_counter() - self._slice_start

@@ -125,7 +125,7 @@ def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool
     Raises:
         BackendFailed: it left the device unusable.
     """
-    from attn_dispatch.tuning import gate, guard, oracle, rounds  # loaded only when something is tried
+    from attn_dispatch.tuning import gate, guard, rounds  # loaded only when something is tried
 
     candidate = next((each for each in request.able if each.id == name), None)
     checks = gate.Gate(request.problem, request.address)
@@ -135,7 +135,7 @@ def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool
         with isolated(request.problem.device):
             return rounds.exhausted(checks.check_hard_cases(candidate)) is None
     except Exception as error:
-        if not isinstance(error, oracle.NoReference) and not guard.is_shortage(error):
+        if not guard.is_shortage(error):
             raise
         return False
 

@@ -175,7 +175,7 @@ def _decision_row(each: Candidate, choice: CandidateId | None, measured: Row | N
         status = "chosen" if chosen else "not_measured"
         return Row(backend=each.name, order=each.order, status=status, version=each.version)
     # Its ratios are relative to the chosen candidate of the race.
-    without_ratio = msgspec.structs.replace(measured, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
+    without_ratio = msgspec.structs.replace(measured, ratio=None, ratio_low=None, ratio_high=None)
     if not chosen or measured.status == "chosen":
         return without_ratio
     return msgspec.structs.replace(without_ratio, status="chosen", reason="")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
 from attn_dispatch.spec.groups import group_of
+from attn_dispatch.store.address import PROBLEM_ERRORS
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row
 
 MAX_NEIGHBOURS = 16  #: decisions used for one prediction
@@ -30,8 +31,6 @@ UNKNOWN_FACTOR = 0.5  #: scales the confidence where a candidate has no row near
 
 WITHOUT_TIME = {"failed", "incorrect", "quarantined", "not_measured"}
 WRONG_RESULTS = {"incorrect", "quarantined"}
-# Raised where a stored problem is damaged or of an unknown kind.
-PROBLEM_ERRORS = (KeyError, TypeError, ValueError, AttributeError, OverflowError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +71,17 @@ class EvidencePoint:
     @cached_property
     def times(self) -> dict[CandidateId, LogTime]:
         """The timed candidates."""
-        return {(row.backend, row.order): _log_time(row) for row in self.rows if is_timed(row)}
+        return {row.id: _log_time(row) for row in self.rows if is_timed(row)}
 
     @cached_property
     def untimed(self) -> frozenset[CandidateId]:
         """The candidates that failed or were not measured."""
-        return frozenset((row.backend, row.order) for row in self.rows if row.status in WITHOUT_TIME)
+        return frozenset(row.id for row in self.rows if row.status in WITHOUT_TIME)
 
     @cached_property
     def incorrect(self) -> frozenset[tuple[CandidateId, str | None]]:
         """The candidates with wrong results, by version."""
-        return frozenset(((row.backend, row.order), row.version) for row in self.rows if row.status in WRONG_RESULTS)
+        return frozenset((row.id, row.version) for row in self.rows if row.status in WRONG_RESULTS)
 
 
 class Evidence:
@@ -99,13 +98,13 @@ class Evidence:
         Past `most` decisions of its group the oldest is forgotten.
         """
         try:
-            coordinates, group = features(decision.problem), group_for(decision)
+            coordinates = features(decision.problem)
         except PROBLEM_ERRORS:
             return
         if not all(map(math.isfinite, coordinates)):
             return
         point = EvidencePoint(decision.key, coordinates, decision.problem, decision.candidates)
-        known = self.groups.setdefault(group, {})
+        known = self.groups.setdefault(decision.group, {})
         known[decision.key] = point
         if most is not None and len(known) > most:
             known.pop(list(known)[0], None)  # noqa: RUF015 - an iterator fails where another thread adds
@@ -268,22 +267,16 @@ class _Neighbours:
         return self.versions is not None and point.times[name].version != self.versions.get(name[0])
 
 
-def group_for(decision: Decision) -> str:
-    """The group stored in a decision, else the group of its problem."""
-    return getattr(decision, "group", None) or group_of(decision.problem)
-
-
 def is_timed(row: Row) -> bool:
     """Whether a row has a valid median time."""
-    value = row.median_ms
-    return row.status in TIMED and isinstance(value, int | float) and 0 < value < math.inf
+    return row.status in TIMED and row.median_ms is not None and 0 < row.median_ms < math.inf
 
 
 def _log_time(row: Row) -> LogTime:
     """Noise from the 95 % interval, about 4 standard deviations wide; too few rounds have none."""
     assert row.median_ms is not None
-    rounds, low, high = getattr(row, "rounds", None), row.low_ms, row.high_ms
-    noise = NOISY_MEDIAN_SD if rounds is not None and rounds <= NOISY_ROUNDS else NOISE
+    low, high = row.low_ms, row.high_ms
+    noise = NOISY_MEDIAN_SD if row.rounds is not None and row.rounds <= NOISY_ROUNDS else NOISE
     if low is not None and high is not None and 0 < low <= row.median_ms <= high < math.inf:
         noise = max(noise, math.log(high / low) / 4)
     return LogTime(math.log(row.median_ms), noise, row.version)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_dispatch.learning.features import features
-from attn_dispatch.learning.predict import NEAR_BEST, PROBLEM_ERRORS, Evidence, group_for, is_timed, predict
+from attn_dispatch.learning.predict import NEAR_BEST, Evidence, is_timed, predict
 from attn_dispatch.spec.groups import title
+from attn_dispatch.store.address import PROBLEM_ERRORS
 from attn_dispatch.store.decision import Decision
 
 
@@ -66,18 +67,11 @@ class GroupRegret:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; regrets as shares."""
         worst = self.worst
-        return {
-            "silicon": self.silicon,
-            "group": self.group,
-            "title": self.title,
-            "count": self.count,
+        plain = ("silicon", "group", "title", "count", "mean", "p95", "hits", "confidence")
+        return {name: getattr(self, name) for name in plain} | {
             "alone": self.unpredicted,
-            "mean": self.mean,
-            "p95": self.p95,
             "worst": None if worst is None else worst.regret,
             "worst_key": None if worst is None else worst.key,
-            "hits": self.hits,
-            "confidence": self.confidence,
         }
 
 
@@ -91,7 +85,7 @@ def leave_one_out(decisions: Iterable[Decision], advance: Callable[[], object] =
     for decision in decisions:
         try:
             features(decision.problem)
-            groups[decision.silicon, group_for(decision)].append(decision)
+            groups[decision.silicon, decision.group].append(decision)
         except PROBLEM_ERRORS:
             continue
     found = (_group_regret(silicon, group, members, advance) for (silicon, group), members in groups.items())
@@ -120,7 +114,7 @@ def _group_regret(
 
 
 def _predicted_by_others(decision: Decision, evidence: Evidence) -> HeldOutChoice | None:
-    times = {(row.backend, row.order): float(row.median_ms or 0) for row in decision.candidates if is_timed(row)}
+    times = {row.id: float(row.median_ms or 0) for row in decision.candidates if is_timed(row)}
     found = predict(decision.problem, evidence, times, exclude=decision.key)
     if found is None:
         return None

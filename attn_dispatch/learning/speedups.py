@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from attn_dispatch.learning.features import features
-from attn_dispatch.learning.predict import NOISE, PROBLEM_ERRORS, Evidence, group_for, is_timed
+from attn_dispatch.learning.predict import NOISE, Evidence, EvidencePoint, is_timed
 from attn_dispatch.spec.groups import SIZES, USUAL, group_of
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision, Row
@@ -68,7 +67,8 @@ def family_title(family: Mapping[str, Any]) -> str:
         words += [] if usual else [f"{name}={','.join('open' if each is None else str(each) for each in values)}"]
     causal = family.get("is_causal", False)
     axes = causal if isinstance(causal, list | tuple) else [causal]
-    words += ["causal" if all(axes) else "causal=" + ",".join("1" if axis else "0" for axis in axes)] * any(axes)
+    if any(axes):
+        words.append("causal" if all(axes) else "causal=" + ",".join("1" if axis else "0" for axis in axes))
     return f"{family.get('kind', '?')}({' '.join(words)})"
 
 
@@ -82,18 +82,11 @@ def family_distance(family: Mapping[str, Any], other: Mapping[str, Any]) -> floa
 
 def all_series(decisions: Iterable[Decision]) -> list[SpeedupSeries]:
     """The series of all decisions, sorted by silicon, group, family and order; invalid problems are skipped."""
-    problems: dict[tuple[str, ...], Mapping[str, Any]] = {}
-    found: defaultdict[tuple[str, ...], list[Speedup]] = defaultdict(list)
+    known: defaultdict[str, Evidence] = defaultdict(Evidence)
     for decision in decisions:
-        try:
-            features(decision.problem)
-            start = (decision.silicon, group_for(decision), json.dumps(family_of(decision.problem), sort_keys=True))
-        except PROBLEM_ERRORS:
-            continue
-        for order, speedup in speedups_of(decision.problem, decision.candidates, decision.key):
-            problems.setdefault((*start, order), decision.problem)
-            found[*start, order].append(speedup)
-    return [SpeedupSeries(name[0], name[1], problems[name], name[-1], tuple(found[name])) for name in sorted(found)]
+        known[decision.silicon].add(decision)
+    groups = ((silicon, *each) for silicon in sorted(known) for each in sorted(known[silicon].groups.items()))
+    return [each for silicon, group, points in groups for each in _series(silicon, group, points.values())]
 
 
 def group_series(problem: Mapping[str, Any], evidence: Iterable[Decision] | Evidence) -> list[SpeedupSeries]:
@@ -102,16 +95,19 @@ def group_series(problem: Mapping[str, Any], evidence: Iterable[Decision] | Evid
     Raises:
         KeyError, TypeError: `problem` is invalid.
     """
-    ready = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
-    group = group_of(problem)
+    ready, group = evidence if isinstance(evidence, Evidence) else Evidence(evidence), group_of(problem)
+    return _series("", group, list(ready.groups.get(group, {}).values()))  # another thread may add to it
+
+
+def _series(silicon: str, group: str, points: Iterable[EvidencePoint]) -> list[SpeedupSeries]:
     problems: dict[tuple[str, str], Mapping[str, Any]] = {}
     found: defaultdict[tuple[str, str], list[Speedup]] = defaultdict(list)
-    for point in list(ready.groups.get(group, {}).values()):  # another thread may add to it
+    for point in points:
         for order, speedup in speedups_of(point.problem, point.rows, point.key):
             name = (json.dumps(family_of(point.problem), sort_keys=True), order)
             problems.setdefault(name, point.problem)
             found[name].append(speedup)
-    return [SpeedupSeries("", group, problems[name], name[1], tuple(found[name])) for name in sorted(found)]
+    return [SpeedupSeries(silicon, group, problems[name], name[1], tuple(found[name])) for name in sorted(found)]
 
 
 def speedups_of(problem: Mapping[str, Any], rows: Collection[Row], key: str = "") -> Iterator[tuple[str, Speedup]]:

@@ -27,6 +27,7 @@ from attn_dispatch.store.decision import Row
 from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
+from attn_dispatch.tuning.clocks import Stopwatch
 from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.hard_cases import fitted
 from attn_dispatch.tuning.oracle import Oracle
@@ -51,7 +52,7 @@ class FailedOnRanks(Exception):
 
 
 @dataclass
-class SlowestRank:
+class SlowestRank(Stopwatch):
     """A stopwatch over ranks: all make the call, and the time of the slowest counts. `load` and the clock `spent_s`, in
     seconds, are the same on all ranks too, and so is every decision of a race by them.
     """
@@ -83,11 +84,6 @@ class SlowestRank:
         slowest_ms = max(took_ms for _, took_ms in found)
         self.spent_s += slowest_ms / 1e3
         return slowest_ms
-
-    def device_ms(self, call: Callable[[], object]) -> None:
-        """None: the time between ranks is the host's."""
-
-    host_ms = cold_ms = device_ms
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ SILICON = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 #: The paths that a store writes below its folder; those that end in .tmp are being written.
 STORED = re.compile(rf"{SILICON.pattern}/{GROUP.pattern}/({KEY.pattern}\.json|\.{KEY.pattern}-[0-9a-f]{{8}}\.tmp)")
 
+#: Raised where a stored problem is damaged or of an unknown kind.
+PROBLEM_ERRORS = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
+
 
 def fingerprint(text: str) -> str:
     """The text, which is safe as a file's name. Raises ValueError: it is no fingerprint of a machine."""
@@ -31,7 +34,7 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, problem: Mapping[str, Any], silicon: str) -> Address:
-        """Of a problem as `Problem.to_dict` writes it. Raises KeyError, TypeError: it is none."""
+        """The address of a problem as `Problem.to_dict` writes it. Raises KeyError, TypeError: it is none."""
         return cls(silicon, group_of(problem), key_of(problem, silicon))
 
     @property

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from attn_dispatch.store.address import PROBLEM_ERRORS, Address
 from attn_dispatch.store.decision import (
     DECODE_ERRORS,
     MAX_BYTES,
@@ -25,7 +26,6 @@ from attn_dispatch.store.decision import (
     decode,
     encode,
 )
-from attn_dispatch.store.plausible import impossible_time
 
 SHARED_PROVENANCE = ("name", "driver", "torch", "cuda", "python")  #: all but the platform, which names a kernel's build
 
@@ -69,9 +69,7 @@ def _why_not_shared(decision: Decision, backends: Collection[str]) -> str:
         return "provisional: the machine was not calm, or time was short"
     if decision.drift is not None:
         return "drifted"
-    if decision.choice not in backends:
-        return "decided for a plug-in"
-    return "impossible time" if impossible_time(decision) else ""
+    return "" if decision.choice in backends else "decided for a plug-in"
 
 
 def _shared_row(row: Row) -> Row:
@@ -79,6 +77,13 @@ def _shared_row(row: Row) -> Row:
     is_public = row.status in (*TIMED, "not_measured", "unsupported", "over_memory", "not_installed")
     reason = row.reason if is_public and not {"/", "\\"} & set(row.reason) else ""
     return msgspec.structs.replace(row, reason=reason)
+
+
+def is_of_another_problem(decision: Decision) -> bool:
+    """Whether a decision lies at another problem's address; False where its problem is of an unknown kind."""
+    with suppress(*PROBLEM_ERRORS):
+        return Address.of(decision.problem, decision.silicon) != decision.address
+    return False
 
 
 class _Envelope(msgspec.Struct):

@@ -38,12 +38,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     not_measured`; `reason` says why. `error` is the largest absolute error of out against float64 for unit-normal
     inputs. `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of
     the median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
-    interval; `break_even` the number of calls after which its dearer first call is outweighed, against the chosen one.
-    `fastest_ms` is the smallest sample, `first_ms` the first call including one-time work, `device_ms` a call's time on
-    a CUDA device, `host_ms` the host's to enqueue it, `cold_ms` a call with a cold L2, `need_ms` the estimated cost of
-    measuring where the budget did not allow it, `measured` the time of measuring in UTC, `failures` how many trials in
-    a row a failed candidate has failed; `open`: it may be much faster than the chosen one, as far as is known.
-    `origin` is "imported" or "shipped" where another machine measured it, and empty where this one did.
+    interval. `fastest_ms` is the smallest sample, `first_ms` the first call with one-time work, `device_ms` a call's
+    time on a CUDA device, `host_ms` the host's to enqueue it, `need_ms` the estimated cost of measuring where the
+    budget did not allow it, `measured` the time of measuring in UTC, `failures` how many trials in a row a failed
+    candidate has failed; `open`: it may be much faster than the chosen one, as far as is known. `origin` is
+    "imported" or "shipped" where another machine measured it, and empty where this one did.
     """
 
     backend: str
@@ -58,12 +57,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     first_ms: Amount | None = None
     device_ms: Amount | None = None
     host_ms: Amount | None = None
-    cold_ms: Amount | None = None
     rounds: Count | None = None
     ratio: Amount | None = None
     ratio_low: Amount | None = None
     ratio_high: Amount | None = None
-    break_even: Amount | None = None
     peak_bytes: Count | None = None
     workspace_bytes: Count | None = None
     error: Amount | None = None

@@ -124,21 +124,10 @@ def open_to_others(folder: Path) -> str:
         return f"{folder} belongs to user {about.st_uid}"
     if about.st_mode & stat.S_IWOTH:
         return f"{folder} can be written by everyone"
-    if about.st_mode & stat.S_IWGRP and not _is_private(about.st_gid):
+    # The group that this user's files get is private on most systems whose umask lets it write.
+    if about.st_mode & stat.S_IWGRP and about.st_gid not in (0, os.getegid()):
         return f"{folder} can be written by group {about.st_gid}"
     return ""
-
-
-def _is_private(group: int) -> bool:
-    """Whether a group is root's, or this user's alone, as most systems make one for each user."""
-    import grp  # here, as few folders need them
-    import pwd
-
-    try:
-        name, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
-    except KeyError:
-        return group == 0
-    return group == 0 or (found.gr_name == name and set(found.gr_mem) <= {name})
 
 
 def write(path: Path, content: bytes) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -66,7 +66,7 @@ class Store:
         """The stored decision, or None."""
         path = self.path(silicon, group, key)
         self._warn_if_shared()
-        found = _read(path, Address(silicon, group, key))
+        found = _read(path)
         if found is not None:
             _touch(path)
         return found
@@ -109,7 +109,7 @@ class Store:
         encode(decision)  # before folders are created: it raises where the decision is invalid
         self._warn_if_shared()
         with files.locked(self.folder, path.parent):
-            there = _read(path, decision.address)
+            there = _read(path)
             content = _merged_content(decision, there)
             unchanged = there is not None and content == encode(there)
             if unchanged:
@@ -138,17 +138,16 @@ class Store:
         """
         path = self.path(*decision.address)
         with suppress(OSError, Damaged), files.locked(self.folder, path.parent):
-            there = _read(path, decision.address)
+            there = _read(path)
             if there is not None and there.created == decision.created:
                 files.write(path, encode(replace(there, **changes)))
 
     def group(self, silicon: str, group: str, most: int | None = None) -> list[Decision]:
         """The readable decisions of a group, sorted by key; of more than `most`, those used last."""
-        folder = self.path(silicon, group, ANY_KEY).parent
-        names = self._names(silicon, group)
-        if most is not None and len(names) > most:
-            names = sorted(sorted(names, key=lambda name: -_used(f"{folder}/{name}"))[:most])
-        return [found for _, found in self._read_all(_addresses(silicon, group, names))]
+        paths = files.listed(self.folder, self.path(silicon, group, ANY_KEY).parent, ".json")
+        if most is not None and len(paths) > most:
+            paths = sorted(sorted(paths, key=lambda path: -_used(path))[:most])
+        return [found for found in map(_read, paths) if found is not None]
 
     def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
         """The silicons for which a decision of the problem, as `Problem.to_dict` writes it, is stored."""
@@ -158,18 +157,15 @@ class Store:
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision with its path, sorted by silicon and key."""
         for silicon in self._names():
-            groups = {group: self._names(silicon, group) for group in self._names(silicon)}
-            found = [each for group, names in groups.items() for each in _addresses(silicon, group, names)]
-            yield from self._read_all(sorted(found, key=lambda each: (each.key, each.group)))
+            folders = (self.root / silicon / group for group in self._names(silicon))
+            paths = [path for folder in folders for path in files.listed(self.folder, folder, ".json")]
+            for path in sorted(paths, key=lambda path: (path.stem, path)):
+                if (found := _read(path)) is not None:
+                    yield path, found
 
     def _names(self, *below: str) -> list[str]:
         """The sorted names in a folder below the root, given by its names."""
         return [path.name for path in files.listed(self.folder, self.root.joinpath(*below), "")]
-
-    def _read_all(self, addresses: Iterable[Address]) -> Iterator[tuple[Path, Decision]]:
-        for path, address in ((self.path(*each), each) for each in addresses):
-            if (found := _read(path, address)) is not None:
-                yield path, found
 
 
 @cache
@@ -224,22 +220,17 @@ def _touch(path: Path) -> None:
             os.utime(name, follow_symlinks=False)
 
 
-def _used(path: str) -> float:
+def _used(path: Path) -> float:
     """When a file was last written or used; 0 if it is gone."""
     try:
-        return os.stat(path, follow_symlinks=False).st_mtime
+        return os.lstat(path).st_mtime
     except OSError:
         return 0.0
 
 
-def _addresses(silicon: str, group: str, names: Iterable[str]) -> list[Address]:
-    """The addresses of the files that hold decisions, by their names in a group's folder."""
-    found = [Address(silicon, group, name.removesuffix(".json")) for name in names if name.endswith(".json")]
-    return [address for address in found if address.is_valid]
-
-
-def _read(path: Path, address: Address) -> Decision | None:
-    """The decision in a file; None, with one warning, where it cannot be read."""
+def _read(path: Path) -> Decision | None:
+    """The decision in a file of the store; None, with one warning, where it cannot be read."""
+    address = Address(path.parent.parent.name, path.parent.name, path.stem)
 
     def read(path: Path) -> Decision:
         found = decode(files.read(path, MAX_BYTES))
@@ -247,4 +238,4 @@ def _read(path: Path, address: Address) -> Decision | None:
             raise Damaged("it holds another problem's decision")
         return found
 
-    return files.read_or_none(path, read)
+    return files.read_or_none(path, read) if address.is_valid else None

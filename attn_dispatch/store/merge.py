@@ -69,7 +69,7 @@ def _row_key(row: Row) -> SortKey:
 
 def _fact(row: Row) -> Row:
     """The row without fields derived from other rows."""
-    bare = replace(row, ratio=None, ratio_low=None, ratio_high=None, break_even=None, open=False)
+    bare = replace(row, ratio=None, ratio_low=None, ratio_high=None, open=False)
     if row.median_ms is None and row.status in UNTIMED:
         return replace(bare, status="not_measured")
     return replace(bare, status="tie", reason="") if row.status in TIMED else bare

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -19,8 +17,10 @@ from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import files
+from attn_dispatch.store.decision import Amount, Count
 
 MISSED = "missed.jsonl"
+USES = ("calls", "seconds")  #: fields of a line beside the problem's
 MOST = 1 << 20  #: bytes of the file; past this its older half is removed
 MAX_NOTED = 4096  #: problems of a process that are known to be in the file; past this some may enter it twice
 
@@ -41,11 +41,11 @@ def _append(folder: Path, line: bytes) -> None:
 process_state.register(process_state.READ, _append.cache_clear)
 
 
-class Use(NamedTuple):
+class Use(msgspec.Struct, frozen=True):
     """How often a recorded problem was called, and the seconds that its calls took; 0 where a file has no counts."""
 
-    calls: int = 0
-    seconds: float = 0.0
+    calls: Count = 0
+    seconds: Amount = 0.0
 
 
 def read_record(path: str | os.PathLike[str], device: torch.device | str | None = None) -> dict[Problem, Use]:
@@ -67,22 +67,13 @@ def parse_record(
     found: dict[Problem, Use] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            plain = json.loads(line)
-            calls, seconds = _taken(plain, "calls", int), _taken(plain, "seconds", float)
-            problem = Problem.from_dict(plain, device)
-        except json.JSONDecodeError as error:
-            why = f"not JSON ({error}); if a run was cut off there, delete the line"
+            plain = msgspec.json.decode(line)
+            use = msgspec.convert(plain, Use)
+            problem = Problem.from_dict({name: plain[name] for name in plain if name not in USES}, device)
+        except (msgspec.MsgspecError, RecursionError, InvalidInput) as error:
+            cut = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
+            why = f"not JSON ({error}); if a run was cut off there, delete the line" if cut else str(error)
             raise InvalidInput(f"{path}, line {number}: {why}") from error
-        except (RecursionError, InvalidInput) as error:
-            raise InvalidInput(f"{path}, line {number}: {error}") from error
         before = found.get(problem, Use())
-        found[problem] = Use(before.calls + int(calls), before.seconds + seconds)
+        found[problem] = Use(before.calls + use.calls, before.seconds + use.seconds)
     return found
-
-
-def _taken(plain: Any, name: str, kind: type[int] | type[float]) -> float:
-    """Take a number >= 0 out of a line, 0 where it has none. Raises InvalidInput for another value."""
-    value = plain.pop(name, 0) if isinstance(plain, dict) else 0
-    if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 <= value < math.inf:
-        raise InvalidInput(f"{name} must be a number >= 0, got {value!r}")
-    return float(value)

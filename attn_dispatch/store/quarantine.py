@@ -1,22 +1,35 @@
 """The quarantine: backends that crashed, hung, gave wrong results or exceeded their declared memory on this machine.
 
-    <cache folder>/quarantine/v2/<silicon>/<digest>.json
+    <cache folder>/quarantine/v2/<silicon>/<digest>.json    one small checked file per entry
+    <cache folder>/quarantine/v2/<silicon>/<token>.mark     a crash marker: which backend a process is trying
 
-One small checked file per entry. An entry excludes one version of a backend, for all problems or for one group; other
+An entry excludes one version of a backend, for all problems or for one group; other
 versions are not affected. Damaged and foreign files are ignored with one warning. No torch here.
 
 Wrong results and undeclared memory are proven: their entries (`incorrect`, `memory`) hold until they are lifted. A
 trial whose process ended (`died`) or that did not return (`hung`) is a strike, whatever ended it: most processes die
 for other reasons than their backend. A first death excludes nothing; a second one in a row excludes the version for
 `FIRST_HOLD`, and each one after a hold for six times as long, up to `LONGEST_HOLD`. A hang that this process saw, or a
-device that it lost, is certain and excludes at once. Processes that die together are one strike: a trial that began
-before the last one was recorded adds none. A trial that times the version clears its strikes.
+device that it lost, is certain and excludes at once. Processes that die together are one strike: a trial that
+began before the last one was recorded, or ends within a hold, adds none. A trial that times the version clears them.
+
+The process holds an exclusive lock on its marker (flock): a marker that is free was abandoned, its process is gone. The
+lock ends with its process, in containers and across them, and over NFS where locks are forwarded. Where a file system
+has no such locks, a marker that has not changed for an hour is abandoned. An empty marker blames nobody: its trial has
+not begun, pauses or is over.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import os
+import secrets
+import time
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,8 +39,7 @@ import msgspec
 from attn_dispatch import process_state
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
-from attn_dispatch.store.address import SILICON
-from attn_dispatch.store.crash_markers import FOLDER, Trial, abandoned, place_of
+from attn_dispatch.store.address import SILICON, fingerprint
 from attn_dispatch.text import printable
 
 Kind = Literal["died", "hung", "incorrect", "memory"]
@@ -39,6 +51,8 @@ FIRST_HOLD = timedelta(minutes=10)
 HOLD_FACTOR = 6  #: ratio of a hold to the last one
 LONGEST_HOLD = timedelta(hours=12)
 NO_HOLD = timedelta(0)
+FOLDER = "quarantine/v2"
+EXPIRY_S = 3600.0  #: age in seconds at which a marker counts as abandoned where files cannot be locked
 CLOCK_ERROR = timedelta(minutes=1)  #: by which the clocks of machines that share the folder may differ
 
 
@@ -72,28 +86,19 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return NO_HOLD if self.until is None else self.until - self.created
 
     @property
-    def is_of_future(self) -> bool:
-        """Whether a clock that was ahead dated it: it must not exclude anything until that time."""
-        return self.created - CLOCK_ERROR > clock()
-
-    @property
     def holds(self) -> bool:
-        """Whether the entry excludes its version now."""
-        return self.until is None or (clock() < self.until and not self.is_of_future)
-
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether it rests on two deaths, the least that excludes a version: both may have come from outside."""
-        return self.kind == "died" and self.strikes == 2
+        """Whether the entry excludes its version now; none that a clock that was ahead has dated does."""
+        return self.until is None or self.created - CLOCK_ERROR <= clock() < self.until
 
     @property
     def key(self) -> Key:
         return self.backend, self.version, self.scope
 
-    def shown(self) -> Entry:
-        """The entry with one-line texts, free of terminal control characters."""
-        reason, title = (printable(" ".join(text.split()))[:4000] for text in (self.reason, self.title))
-        return msgspec.structs.replace(self, reason=reason, title=title)
+    def __post_init__(self) -> None:
+        """Make texts one line, free of terminal control characters."""
+        for name in ("reason", "title"):
+            text = printable(" ".join(getattr(self, name).split()))[:4000]
+            msgspec.structs.force_setattr(self, name, text)
 
 
 Table = dict[Key, Entry]
@@ -143,7 +148,7 @@ class Quarantine:
         if entry.kind in STRIKES:
             entry = _struck(entry, self._stored(entry), clock(), certain=True)
         self._entries()
-        self._save(entry.shown())
+        self._save(entry)
 
     def clear_strikes(self, backend: str, version: str | None) -> None:
         """Forget the strikes of a version: it was tried with success."""
@@ -190,7 +195,7 @@ class Quarantine:
             kind="died",
             reason=reason,
             title=trial.title,
-        ).shown()
+        )
 
     def _entries(self) -> Table:
         if self._place not in _known:
@@ -208,7 +213,7 @@ class Quarantine:
             raise ValueError("its content does not match its name")
         if (entry.until is None) == (entry.kind in STRIKES):
             raise ValueError("it has no end, or should have none")
-        return entry.shown()
+        return entry
 
     def _path(self, entry: Entry) -> Path:
         return self._place / f"{files.digest(*entry.key)}.json"
@@ -255,14 +260,150 @@ def shown_time(time: datetime | str) -> str:
 def _struck(entry: Entry, earlier: Entry | None, began: datetime, *, certain: bool = False) -> Entry:
     """Add a strike, of a trial that began at ``began``, to the stored entry of the version."""
     now = clock()
-    if earlier is not None and earlier.kind not in STRIKES:
-        return earlier
-    if earlier is None or earlier.is_of_future:
+    if earlier is None or earlier.created - CLOCK_ERROR > now:
         strikes, hold = 1, FIRST_HOLD if certain else NO_HOLD
-    elif began < earlier.created:
+    elif earlier.holds or began < earlier.created:
         return earlier
-    else:  # within a hold it is tried where little else is left: that makes no hold longer
-        strikes = earlier.strikes + 1
-        hold = min(max(FIRST_HOLD, earlier.hold * (1 if earlier.holds else HOLD_FACTOR)), LONGEST_HOLD)
+    else:
+        strikes, hold = earlier.strikes + 1, min(max(FIRST_HOLD, earlier.hold * HOLD_FACTOR), LONGEST_HOLD)
         entry = msgspec.structs.replace(entry, reason=f"{entry.reason}; strike {strikes}")
     return msgspec.structs.replace(entry, strikes=strikes, created=now, until=now + hold)
+
+
+# --- crash markers ----------------------------------------------------------------------------------------------------
+
+
+_own_markers: dict[Path, int] = {}  # this process's markers -> descriptors that hold their locks
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a marker: the backend, the problem (`title`), and when its trial began, in seconds since 1970."""
+
+    backend: str
+    version: str | None
+    title: str
+    began: float
+
+
+@dataclass
+class CrashMarker:
+    """A crash marker on disk. Between `pause` and `resume` a death is not the backend's fault."""
+
+    path: Path
+    content: bytes
+
+    def pause(self) -> None:
+        """Mark the trial as not running until `resume`."""
+        self._write(b"")
+
+    def resume(self) -> None:
+        """Mark the trial as running again."""
+        self._write(self.content)
+
+    def _write(self, content: bytes) -> None:
+        handle = _own_markers.get(self.path)  # None: never made, or the parent's
+        if handle is not None:
+            with suppress(OSError):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, content, 0)
+
+
+@contextmanager
+def crash_marker(folder: Path, silicon: str, backend: str, version: str | None, title: str) -> Iterator[CrashMarker]:
+    """Keep a crash marker on disk while a backend is tried on a problem.
+
+    Args:
+        folder: the cache folder. Where it cannot be written, a warning is logged once and the trial runs unmarked.
+        silicon: the fingerprint of the device.
+        title: the problem, for messages.
+
+    Raises:
+        ValueError: `silicon` is not a fingerprint.
+    """
+    path = place_of(folder, silicon) / f"{secrets.token_hex(8)}.mark"
+    trial = Trial(backend=backend, version=version, title=title[:4000], began=time.time())
+    marker = CrashMarker(path, files.encode_checked(trial))
+    try:
+        try:
+            _create(folder, marker)
+        except OSError as error:
+            files.say_unwritten("a crash would not be recorded", path.parent, error)
+        yield marker
+    finally:
+        _remove(marker.path)
+
+
+def place_of(folder: Path, silicon: str) -> Path:
+    """The folder of one silicon's quarantine. Raises ValueError for no fingerprint: paths cannot leave the folder."""
+    return folder / FOLDER / fingerprint(silicon)
+
+
+def abandoned(folder: Path, silicon: str) -> Iterator[tuple[Path, Trial]]:
+    """Find the markers of dead processes, each locked until the next; several processes may iterate at once."""
+    for path in files.listed(folder, place_of(folder, silicon), ".mark"):
+        try:
+            with files.opened(path) as file:
+                if (found := _abandoned_trial(path, file.fileno())) is not None:
+                    yield path, found
+        except FileNotFoundError:
+            continue  # removed by its process, or by another that recorded the death
+        except files.UNREADABLE as error:
+            say_once(f"ignored {path}: {error}")
+
+
+def _abandoned_trial(path: Path, handle: int) -> Trial | None:
+    """The trial whose process is gone; None for others, and for an empty marker, which is removed once it is old."""
+    seen = os.fstat(handle)
+    is_old = abs(time.time() - seen.st_mtime) > EXPIRY_S
+    if not seen.st_size and not is_old:  # its process may be about to lock it
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError:  # a file system without locks
+        if not is_old:
+            return None
+    content = os.pread(handle, files.MAX_CHECKED_BYTES, 0)  # now that no process writes it
+    if not content:
+        path.unlink()
+        return None
+    return files.decode_checked(content, Trial)
+
+
+def _create(folder: Path, marker: CrashMarker) -> None:
+    files.refuse_links(folder, marker.path.parent)
+    marker.path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(marker.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    _own_markers[marker.path] = handle
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(
+            handle, fcntl.LOCK_EX | fcntl.LOCK_NB
+        )  # before writing: other processes leave an empty marker alone
+    os.pwrite(handle, marker.content, 0)
+
+
+def _remove(path: Path) -> None:
+    handle = _own_markers.pop(path, None)
+    if handle is not None:
+        with suppress(OSError):
+            os.ftruncate(handle, 0)  # for a process that reads it now, or if it cannot be removed
+        with suppress(OSError):
+            os.unlink(path)
+        os.close(handle)
+
+
+def _forget_parents_markers() -> None:
+    """Close the parent's markers in a forked child: its copies of the descriptors would keep them locked."""
+    while _own_markers:
+        os.close(_own_markers.popitem()[1])
+
+
+def _end() -> None:
+    """Remove the markers at a regular exit: a trial still running in a thread did not end the process."""
+    for path in list(_own_markers):
+        _remove(path)
+
+
+atexit.register(_end)
+os.register_at_fork(after_in_child=_forget_parents_markers)

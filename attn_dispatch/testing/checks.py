@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -234,7 +235,7 @@ class _OrderCheck:
     def further_calls(self) -> list[str]:
         if not self.found:
             return []
-        called = self.oracle, self.backend, self.order, partial(guard.run_at_once, timeout_s=None)
+        called = self.oracle, self.backend, self.order, partial(guard.run_at_once, timeout_s=threading.TIMEOUT_MAX)
         return next((failures for check in further_checks(self.backend) if (failures := check(*called))), [])
 
     def hard_cases(self) -> Iterator[CaseSpec]:

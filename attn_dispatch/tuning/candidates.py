@@ -28,9 +28,8 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import current_flash
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.decision import CandidateId, Decision, Row
-from attn_dispatch.store.quarantine import Entry, Kind, Quarantine, until
+from attn_dispatch.store.quarantine import Entry, Kind, Quarantine, crash_marker, until
 from attn_dispatch.text import gib, one_line, printable, titled
 from attn_dispatch.tuning import guard
 
@@ -38,7 +37,6 @@ T = TypeVar("T")
 
 MEMORY_SHARE = 0.8  #: share of the free memory that a candidate may need; the rest covers errors of the estimate
 LESS_WORK_FACTOR = 4  #: ratio of work from which a candidate with less work runs before the static choice
-SPARED_WORK_FACTOR = 5  #: ratio of work from which a doubtful exclusion is not worth what it spares
 UNCHECKED_BYTES = 16 << 20  #: up to this no free memory is asked for: reading it would dominate a look-up
 
 _stalled: dict[str, str] = {}  # plug-ins that did not answer in this process, with the reason
@@ -47,10 +45,7 @@ process_state.register(process_state.FACTS, _stalled.clear)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend in an order; `row` rules it out unless None. `needed_bytes` is workspace plus results.
-
-    `variant` tells candidates of one backend and order apart, such as their block sizes.
-    """
+    """A backend in an order; `row` rules it out unless None. `needed_bytes` is workspace plus results."""
 
     backend: Backend
     order: str
@@ -58,7 +53,6 @@ class Candidate:
     row: Row | None = None
     workspace_bytes: int = 0
     needed_bytes: int = 0
-    variant: str = ""
 
     @property
     def name(self) -> str:
@@ -71,7 +65,7 @@ class Candidate:
     @property
     def title(self) -> str:
         """Its name in messages, and its key in the tables of a trial."""
-        return " ".join(filter(None, (titled(*self.id), self.variant)))
+        return titled(*self.id)
 
     @property
     def backend_and_order(self) -> tuple[Backend, str]:
@@ -168,24 +162,23 @@ class Request:
         problem, version = self.problem, version_of(backend)
         if backend.name in _stalled:
             return [_failed(backend, version, _stalled[backend.name])]
+        excluded = self._why_excluded(backend, version)
+        if excluded.startswith("hung"):  # it is not even asked
+            return [_with_reason(Candidate(backend, NATURAL, version), "quarantined", excluded)]
         try:
-            hang = None if registry.is_built_in(backend.name) else self._earlier_hang(backend, version)
-            if hang is not None:
-                return [_with_reason(Candidate(backend, NATURAL, version), "quarantined", hang)]
             why, workspace, orders = _asked(backend, partial(self._answers, backend))
         except guard.TimedOut as error:
             reason = _stalled[backend.name] = f"refusals, workspace_bytes or orders: {one_line(error)}"
             if mode() != "off":
-                _add_hang(self.silicon, backend.name, version, reason, str(problem))
+                _exclude(self.silicon, backend.name, version, "hung", reason, str(problem))
             return [_failed(backend, version, reason)]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
             return [_failed(backend, version, f"refusals, workspace_bytes or orders: {one_line(error)}")]
         if why is not None:
             return [_with_reason(Candidate(backend, NATURAL, version), *why)]
-        quarantined, needed = self._quarantine_reason(backend, version), workspace + problem.result_bytes
-        if quarantined is not None:
-            found = (Candidate(backend, order, version) for order in orders)
-            return [_with_reason(each, "quarantined", quarantined) for each in found]
+        if excluded:
+            return [_with_reason(Candidate(backend, order, version), "quarantined", excluded) for order in orders]
+        needed = workspace + problem.result_bytes
         if free is None:
             free = available_bytes(problem.device) if needed > UNCHECKED_BYTES else sys.maxsize
         able = (Candidate(backend, order, version, None, workspace, needed) for order in orders)
@@ -203,35 +196,15 @@ class Request:
         orders = orders_of(backend, self.problem)
         return None if orders else ("unsupported", "offers no order"), workspace, orders
 
-    def _earlier_hang(self, backend: Backend, version: str | None) -> str | None:
-        """Why a plug-in that hung is not asked again, or None, as in mode `off`, which reads no file."""
-        if mode() == "off":
-            return None
-        entry = Quarantine(cache_folder(), self.silicon).find(backend.name, version, self.address.group)
-        return f"{entry.reason}{until(entry)}" if entry is not None and entry.kind == "hung" else None
-
-    def _quarantine_reason(self, backend: Backend, version: str | None) -> str | None:
-        """Why this version is quarantined, or None. The last resort never is: a fallback must remain."""
+    def _why_excluded(self, backend: Backend, version: str | None) -> str:
+        """Why this version is quarantined, if it is. The last resort never is: a fallback must remain."""
         if backend.name == registry.LAST_RESORT or mode() == "off":
-            return None
-        quarantine = Quarantine(cache_folder(), self.silicon)
-        if not quarantine.entries():
-            return None
-        entry = quarantine.find(backend.name, version, self.address.group)
-        if entry is None or (entry.is_doubtful and self._leaves_far_more_work(backend, quarantine)):
-            return None
+            return ""
+        entry = Quarantine(cache_folder(), self.silicon).find(backend.name, version, self.address.group)
+        if entry is None:
+            return ""
         what = f"{entry.kind} on {entry.created:%Y-%m-%d} with {entry.title}: {entry.reason}{until(entry)}"
         return f"{what}; `attn-dispatch doctor` lifts it"
-
-    def _leaves_far_more_work(self, backend: Backend, quarantine: Quarantine) -> bool:
-        """Whether all that is left without the backend declares more than `SPARED_WORK_FACTOR` times its work."""
-        least, limit = math.inf, SPARED_WORK_FACTOR * work(Candidate(backend, NATURAL, None), self.problem)
-        for each in registry.backends():
-            if each is backend or not registry.is_built_in(each.name) or refusals_of(each, self.problem):
-                continue
-            if quarantine.find(each.name, version_of(each), self.address.group) is None:
-                least = min(least, work(Candidate(each, NATURAL, None), self.problem))
-        return least > limit
 
 
 def _asked(backend: Backend, question: Callable[[], T]) -> T:
@@ -256,25 +229,16 @@ def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
     return _with_reason(Candidate(backend, NATURAL, version), "failed", reason)
 
 
-def _add_hang(where: str, name: str, version: str | None, reason: str, title: str) -> None:
-    entry = Entry(backend=name, version=version, silicon=where, kind="hung", reason=reason, title=title)
+def _exclude(where: str, name: str, version: str | None, kind: Kind, why: str, title: str, scope: str = "") -> None:
+    entry = Entry(backend=name, version=version, silicon=where, kind=kind, scope=scope, reason=why, title=title)
     Quarantine(cache_folder(), where).add(entry)
 
 
 def quarantine(candidate: Candidate, problem: Problem, address: Address, kind: Kind, why: str, scope: str = "") -> None:
     """Exclude the candidate's version, for a group's problems or all; never that of the last resort."""
-    if candidate.name == registry.LAST_RESORT:
-        return
-    entry = Entry(
-        backend=candidate.name,
-        version=candidate.version,
-        silicon=address.silicon,
-        kind=kind,
-        scope=scope,
-        reason=why,
-        title=candidate.problem_title(problem),
-    )
-    Quarantine(cache_folder(), address.silicon).add(entry)
+    if candidate.name != registry.LAST_RESORT:
+        title = candidate.problem_title(problem)
+        _exclude(address.silicon, candidate.name, candidate.version, kind, why, title, scope)
 
 
 @contextmanager
@@ -284,12 +248,10 @@ def ending_on_lost_device(candidate: Candidate, problem: Problem, address: Addre
     Raises:
         DeviceLost: so it was.
     """
-    from attn_dispatch.tuning.oracle import NoReference  # with torch
-
     try:
         yield
     except Exception as error:
-        fault = None if isinstance(error, NoReference) else guard.device_fault(problem.device, error, timeout_s())
+        fault = guard.device_fault(problem.device, error, timeout_s())
         if fault is None:
             raise
         quarantine(candidate, problem, address, *fault)
@@ -315,7 +277,7 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> object:
         with crash_marker(cache_folder(), where, name, version, title):
             backend = guard.run_guarded(load, limit_s)
     except guard.TimedOut as error:
-        _add_hang(where, name, version, f"the {name} {one_line(error)}", title)
+        _exclude(where, name, version, "hung", f"the {name} {one_line(error)}", title)
         raise
     quarantine.clear_strikes(name, version)
     return backend

@@ -5,14 +5,10 @@ included; "surely" is :func:`~attn_dispatch.tuning.intervals.faster_at_last_look
 beats by more than the margin are excluded. Among the rest a fixed order decides, so that noise does not: less declared
 workspace memory, then the simpler candidate. Where samples do not suffice to be sure, a candidate whose estimate is
 lower by more than :data:`BET` is taken all the same: the better bet.
-
-Of a disturbed race, in which other programs took the cores, only estimates are compared, from each candidate's fastest
-samples: what the machine can do when left alone.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +23,6 @@ from attn_dispatch.tuning.intervals import (
     paired_ratios,
     ratio_interval,
     ratio_test,
-    safe_ratio,
     shared_rounds,
 )
 
@@ -38,8 +33,6 @@ LEAST_PLAN_MS = 10.0
 BET = 0.10
 ONE_ROUND_BET = 0.25  #: the same after one round; with more rounds less is needed, in proportion, down to `BET`
 MANY_ROUNDS = 100  #: rounds from which further ones would not tell more
-DISTURBED_DOUBT = 4.0  #: ratio of such an estimate to that of the chosen candidate, up to which the choice is open
-DISTURBED_SHORT_MS = 40.0  #: milliseconds up to which preemption may have made such an estimate as a whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +92,8 @@ class Outcome:
         reason: a short text; empty where the figures suffice.
         open: whether it may be faster than the chosen one by more than :data:`BET`, as far as is known.
         ratio: median of the candidate's times over the chosen one's, paired by round, without first calls; None
-            without shared rounds, and of a disturbed race.
+            without shared rounds.
         ratio_low, ratio_high: 99 % interval of the ratio, :data:`~attn_dispatch.tuning.intervals.LAST_LOOK`.
-        break_even: number of calls from which faster later calls outweigh the dearer first one: for the chosen
-            candidate against the incumbent, for any other against the chosen one. None where there is no such number.
     """
 
     status: Literal["chosen", "slower", "tie"]
@@ -110,18 +101,15 @@ class Outcome:
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
-    break_even: float | None = None
     open: bool = False
 
 
-def per_call_ms(plan_ms: float, calls: int) -> float:
+def per_call_ms(plan_ms: float, calls: float) -> float:
     """Spread the first call's extra milliseconds over ``calls`` calls; 0 below :data:`LEAST_PLAN_MS`."""
-    return _plan_ms(plan_ms) / calls
+    return plan_ms / calls if plan_ms >= LEAST_PLAN_MS else 0.0
 
 
-def choose(
-    entrants: Sequence[Entrant], incumbent: str | None, *, calls: int, disturbed: bool = False
-) -> tuple[str, dict[str, Outcome]]:
+def choose(entrants: Sequence[Entrant], incumbent: str | None, *, calls: float) -> tuple[str, dict[str, Outcome]]:
     """Choose a candidate; its name, and the outcome of each by name.
 
     Args:
@@ -129,16 +117,14 @@ def choose(
         incumbent: the candidate that only a cheaper one replaces. None, an unknown name or a dropped candidate: all are
             eligible.
         calls: expected number of calls, over which the cost of the first is spread.
-        disturbed: whether other programs ran during the race.
     """
-    kind = _Estimates if disturbed else _Comparison
-    comparison = kind({entrant.name: entrant for entrant in entrants}, incumbent, calls)
+    comparison = _Comparison({each.name: each for each in entrants}, incumbent, calls)
     chosen = comparison.choose()
     return chosen, {entrant.name: comparison.outcome(entrant.name, chosen) for entrant in entrants}
 
 
 class _Comparison:
-    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int) -> None:
+    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: float) -> None:
         self._entrants = entrants
         self._able = [name for name, entrant in entrants.items() if entrant.dropped is None] or list(entrants)
         self._incumbent = incumbent if incumbent in self._able else None
@@ -155,7 +141,7 @@ class _Comparison:
     def choose(self) -> str:
         proven = self._proven()
         best = min(self._able, key=lambda name: self._ratio(name, proven))
-        bet = max(BET, ONE_ROUND_BET / max(1, shared_rounds(self._costs[best], self._costs[proven])))
+        bet = max(BET, ONE_ROUND_BET / max(1, self._rounds(best, proven)))
         known = self._beats(proven, best) or self._beats(best, proven)
         return best if self._ratio(best, proven) < 1.0 - bet and not known else proven
 
@@ -166,35 +152,31 @@ class _Comparison:
         return min(unbeaten, key=self._preference, default=min(eligible, key=lambda name: self._costs[name].median_ms))
 
     def outcome(self, name: str, chosen: str) -> Outcome:
-        ratio, low, high = self._paired(name, chosen)
+        timing, best = self._entrants[name].timing, self._entrants[chosen].timing
+        ratios, interval = paired_ratios(timing, best), ratio_interval(timing, best, LAST_LOOK)
+        slower = self._entrants[name].dropped is not None or self._beats(chosen, name)
+        status: Literal["chosen", "slower", "tie"] = "chosen" if name == chosen else "slower" if slower else "tie"
         return Outcome(
-            status=self._status(name, chosen),
-            reason=self._reason(name, chosen),
-            ratio=ratio,
-            ratio_low=low,
-            ratio_high=high,
-            break_even=self._break_even(name, self._rival(name, chosen)),
+            status=status,
+            reason=self._reason(name, chosen, status),
+            ratio=statistics.median(ratios) if ratios else None,
+            ratio_low=interval.low,
+            ratio_high=interval.high,
             open=self._is_open(name, chosen),
         )
-
-    def _paired(self, name: str, chosen: str) -> tuple[float | None, float | None, float | None]:
-        """The ratio of an outcome, with its interval."""
-        timing, best = self._entrants[name].timing, self._entrants[chosen].timing
-        interval, ratios = ratio_interval(timing, best, LAST_LOOK), paired_ratios(timing, best)
-        return statistics.median(ratios) if ratios else None, interval.low, interval.high
 
     def _ratio(self, name: str, other: str) -> float:
         """Estimated cost of a candidate over that of another."""
         return statistics.median(paired_ratios(self._costs[name], self._costs[other]))
 
+    def _rounds(self, name: str, other: str) -> int:
+        return shared_rounds(self._costs[name], self._costs[other])
+
     def _is_open(self, name: str, chosen: str) -> bool:
-        if name == chosen or name not in self._able or self._beats(chosen, name):
+        rivals, rounds = {chosen, self._incumbent or chosen} - {name}, self._rounds(name, chosen)
+        if name == chosen or name not in self._able or self._beats(chosen, name) or rounds >= MANY_ROUNDS:
             return False
-        rivals = {chosen, self._incumbent or chosen}
-        if any(ratio_test(self._costs[name], self._costs[each], MARGIN) == "not" for each in rivals - {name}):
-            return False
-        rounds = shared_rounds(self._costs[name], self._costs[chosen])
-        if rounds >= MANY_ROUNDS:
+        if any(ratio_test(self._costs[name], self._costs[each], MARGIN) == "not" for each in rivals):
             return False
         # The interval of few rounds is narrower than what is known: their samples follow one another.
         doubt = ONE_ROUND_BET / max(1, rounds)
@@ -206,40 +188,20 @@ class _Comparison:
     def _preference(self, name: str) -> tuple[int, int]:
         return self._entrants[name].workspace_bytes, self._entrants[name].rank
 
-    def _status(self, name: str, chosen: str) -> Literal["chosen", "slower", "tie"]:
-        if name == chosen:
-            return "chosen"
-        slower = self._entrants[name].dropped is not None or self._beats(chosen, name)
-        return "slower" if slower else "tie"
-
-    def _rival(self, name: str, chosen: str) -> str:
-        return (self._incumbent or chosen) if name == chosen else chosen
-
-    def _reason(self, name: str, chosen: str) -> str:
-        if name == chosen and chosen not in self.eligible():
-            rounds = shared_rounds(self._costs[name], self._costs[self._proven()])
-            return f"the better bet: {_rounds(rounds)} too few to prove it"
-        entrant = self._entrants[name]
-        if entrant.dropped is not None:
-            return f"{entrant.dropped:.1f} times the fastest in first calls, not tried again"
-        break_even = self._break_even(name, self._rival(name, chosen))
-        if break_even is not None:
-            return self._pays(break_even, name == chosen)
-        return self._tie(name, chosen) if self._status(name, chosen) == "tie" else ""
-
-    def _pays(self, break_even: float, chosen: bool) -> str:
-        calls = math.ceil(break_even)
-        pays = f"pays after {calls:,} call{'' if calls == 1 else 's'}"
-        if chosen or break_even > self._calls:
-            return pays
-        return f"{pays}, and not surely by {MARGIN:.0%} within {self._calls:,}"
+    def _reason(self, name: str, chosen: str, status: str) -> str:
+        if status == "chosen" and chosen not in self.eligible():
+            return f"the better bet: {_too_few(self._rounds(name, self._proven()))} to prove it"
+        dropped = self._entrants[name].dropped
+        if dropped is not None:
+            return f"{dropped:.1f} times the fastest in first calls, not tried again"
+        if status != "chosen" and faster_at_last_look(self._entrants[name].timing, self._entrants[chosen].timing):
+            return f"its dearer first call does not surely pay within {self._calls:,.0f} calls"
+        return self._tie(name, chosen) if status == "tie" else ""
 
     def _tie(self, name: str, chosen: str) -> str:
         """The reason why a candidate that is not surely slower was not chosen."""
-        cost, best = self._costs[name], self._costs[chosen]
-        ratio = statistics.median(paired_ratios(cost, best))
-        if not 1.0 - MARGIN <= ratio <= 1.0 / (1.0 - MARGIN):
-            return f"{_rounds(shared_rounds(cost, best))} too few to tell"
+        if not 1.0 - MARGIN <= self._ratio(name, chosen) <= 1.0 / (1.0 - MARGIN):
+            return f"{_too_few(self._rounds(name, chosen))} to tell"
         if chosen == self._incumbent:
             return f"a tie goes to the incumbent, {chosen}"
         if name not in self.eligible():
@@ -249,47 +211,6 @@ class _Comparison:
             return f"a tie goes to less workspace: {gib(more)} less"
         return "a tie goes to the simpler candidate" if more == 0 else ""
 
-    def _break_even(self, name: str, rival: str) -> float | None:
-        """Number of calls from which ``name``, with the dearer first call, costs less than ``rival``; None if never."""
-        one, other = self._entrants[name], self._entrants[rival]
-        dearer_ms = _plan_ms(one.plan_ms) - _plan_ms(other.plan_ms)
-        if dearer_ms <= 0.0 or not faster_at_last_look(one.timing, other.timing, MARGIN):
-            return None
-        pairs = zip(other.timing.samples_ms, one.timing.samples_ms, strict=False)
-        return dearer_ms / statistics.median(slow - fast for slow, fast in pairs)
 
-
-class _Estimates(_Comparison):
-    """Of a disturbed race: paired ratios mean little, since each sample was disturbed by chance."""
-
-    def __init__(self, entrants: dict[str, Entrant], incumbent: str | None, calls: int) -> None:
-        super().__init__(entrants, incumbent, calls)
-        self._estimates = {name: cost.undisturbed().median_ms for name, cost in self._costs.items()}
-
-    def choose(self) -> str:
-        best = min(self._able, key=lambda name: self._estimates[name])
-        return best if self._incumbent is None or self._beats(best, self._incumbent) else self._incumbent
-
-    def _paired(self, name: str, chosen: str) -> tuple[float | None, float | None, float | None]:
-        return None, None, None
-
-    def _ratio(self, name: str, other: str) -> float:
-        return safe_ratio(self._estimates[name], self._estimates[other])
-
-    def _beats(self, name: str, rival: str) -> bool:
-        return name != rival and self._ratio(name, rival) < 1.0 - BET
-
-    def _is_open(self, name: str, chosen: str) -> bool:
-        doubtful = self._ratio(name, chosen) < DISTURBED_DOUBT or self._estimates[name] <= DISTURBED_SHORT_MS
-        return name != chosen and doubtful
-
-    def _tie(self, name: str, chosen: str) -> str:
-        return "too close to tell while other programs ran"
-
-
-def _rounds(count: int) -> str:
-    return f"{count} round{'s are' if count > 1 else ' is'}"
-
-
-def _plan_ms(plan_ms: float) -> float:
-    return plan_ms if plan_ms >= LEAST_PLAN_MS else 0.0
+def _too_few(rounds: int) -> str:
+    return f"{rounds} round{'s are' if rounds > 1 else ' is'} too few"

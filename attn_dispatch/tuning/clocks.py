@@ -2,12 +2,7 @@
 
 An event is a time stamp taken by the device. On CUDA the calls of a sample are enqueued while the device is busy with
 something else, so that they follow one another as in a model whose queue is ahead; what the host needs to enqueue them
-is timed apart, and the longer time counts. Samples have a warm cache by default, since q, k and v are usually just
-written when attention is called; `cold_ms` has a flushed L2 cache, as in Triton's `do_bench` and CUTLASS's profiler.
-
-On a CPU that other programs use too, a short call is sampled again after a rest, for then the scheduler lets this
-process's threads run undisturbed for a few milliseconds. Of a longer call the processor's time counts instead of the
-clock's: that of the calling thread, which takes part in all work, or an even share of all threads' if that is more.
+is timed apart, and the longer time counts. Samples have a warm cache: q, k and v are usually just written.
 """
 
 from __future__ import annotations
@@ -20,9 +15,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_dispatch.machine.load import DISTURBED_PER_S, NO_LOAD, Load
 
@@ -35,9 +30,6 @@ SHORTEST_MS = 0.2  # shorter calls are repeated within one sample
 _MAX_REPEATS = 10_000  # calls per sample
 REST_S = 0.003  #: seconds of rest before a disturbed sample is taken again
 RETAKES = 3  #: times that a disturbed sample is taken again at most
-BURST = 6  #: calls after a rest, of which the fastest counts
-SLICE_MS = 5.0  #: milliseconds for which rested threads may run undisturbed, at most
-MOST_FAILURES = 3  #: samples disturbed in all retakes, after which a call counts as one that never ends in time
 #: Milliseconds of a call on a CPU that may be one-time work, such as filling tables, or four ticks of the scheduler,
 #: for which threads of a new pool may wait for one another.
 ONE_TIME_MS = 17.0
@@ -54,114 +46,66 @@ PAUSE_S = 0.1  #: seconds without work after which a device's clocks may have fa
 WARM_S = 0.06  #: seconds of matrix products that raise them
 WARM_SIZE = 2048  #: rows and columns of such a matrix
 MOST_PRODUCTS = 1000  #: whatever the clock says
-UNKNOWN_L2_BYTES = 128 * 2**20  #: L2 size assumed where PyTorch gives none; more than any device has today
 
 
-class Stopwatch(Protocol):
+class Stopwatch:
     """Takes samples of a call, in milliseconds. `load` is what took place during all samples together."""
 
-    @property
-    def load(self) -> Load: ...
+    load: Load = NO_LOAD
+    shortest_ms = SHORTEST_MS  #: milliseconds of a sample, for which shorter calls are repeated
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
         """Milliseconds per call over ``repeats`` calls in a row: the sample that candidates are compared by."""
-        ...
+        raise NotImplementedError
 
     def device_ms(self, call: Call) -> float | None:
         """Milliseconds of one call on the device, of the samples so far; None where the host does the work itself."""
-        ...
+        return None
 
     def host_ms(self, call: Call) -> float | None:
         """Milliseconds the host takes to enqueue one call, likewise."""
-        ...
-
-    def cold_ms(self, call: Call) -> float | None:
-        """Milliseconds of one call with a flushed L2 cache; None where it cannot be flushed."""
-        ...
+        return None
 
 
 @dataclass
-class HostStopwatch:
-    """A stopwatch by the host's ``clock`` (seconds) after ``synchronize``, with the garbage collector off.
+class HostStopwatch(Stopwatch):
+    """A stopwatch by the host's ``clock`` (seconds), with the garbage collector off.
+
+    Where other programs use the cores too, a short call is sampled again after a rest, for then the scheduler lets
+    this process's threads run undisturbed for a few milliseconds.
 
     Args:
         reading: this process's load so far; None: disturbances are not noticed.
-        caller_clock: CPU seconds of the calling thread; None: those of a disturbed sample are not asked for.
-        threads: threads that share the work of a call, at most.
         rest: lets some seconds pass.
         retakes: times that a disturbed sample is taken again at most.
     """
 
     clock: Callable[[], float] = time.perf_counter
-    synchronize: Callable[[], None] = lambda: None
     reading: Callable[[], Load] | None = None
-    caller_clock: Callable[[], float] | None = None
-    threads: int = 1
     rest: Callable[[float], None] = time.sleep
     retakes: int = RETAKES
     load: Load = NO_LOAD
-    # How often all retakes of a call were disturbed too; -inf once one was not: it can end within a slice.
-    _failures: defaultdict[Call, float] = field(default_factory=lambda: defaultdict[Call, float](float))
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
         mean_ms, disturbed = self._sample(call, repeats)
-        if not disturbed or self._failures[call] >= MOST_FAILURES or mean_ms * repeats > LONGEST_DISTURBED_MS:
-            return mean_ms
-        for _ in range(self.retakes):
+        left = self.retakes if mean_ms * repeats <= LONGEST_DISTURBED_MS else 0
+        while disturbed and left:
             self.rest(REST_S)
-            again_ms, disturbed = self._burst(call)
-            mean_ms = min(mean_ms, again_ms)
-            if not disturbed:
-                self._failures[call] = -math.inf
-                return mean_ms
-        self._failures[call] += 1
+            again_ms, disturbed = self._sample(call, 1)
+            mean_ms, left = min(mean_ms, again_ms), left - 1
         return mean_ms
 
-    def _burst(self, call: Call) -> tuple[float, bool]:
-        """The fastest of a few calls, one by one until a slice is over, and whether all of them were disturbed.
-
-        The first ones wake the threads of the pool.
-        """
-        fastest_ms, spent_ms, all_disturbed = math.inf, 0.0, True
-        for _ in range(BURST):
-            call_ms, disturbed = self._sample(call, 1)
-            fastest_ms, spent_ms = min(fastest_ms, call_ms), spent_ms + call_ms
-            all_disturbed = all_disturbed and disturbed
-            if spent_ms > SLICE_MS:
-                break
-        return fastest_ms, all_disturbed
-
     def _sample(self, call: Call, repeats: int) -> tuple[float, bool]:
-        """Mean milliseconds of a call, and whether other programs took cores from this process meanwhile.
-
-        Then they are an estimate where there is a `caller_clock`: too long where threads wait for one another without
-        sleeping, too short where work is spread unevenly.
-        """
+        """Mean milliseconds of a call, and whether other programs took cores from this process meanwhile."""
         with collector_off():
-            self.synchronize()
-            before = None if self.reading is None else self.reading()
-            caller_s = self._caller_s()
+            before = NO_LOAD if self.reading is None else self.reading()
             start_s = self.clock()
             for _ in range(repeats):
                 call()
-            self.synchronize()
-            took_s = self.clock() - start_s
-            if before is None or self.reading is None:
-                return took_s * 1e3 / repeats, False
-            caller_s, beside = self._caller_s() - caller_s, self.reading().since(before)
+            mean_ms = (self.clock() - start_s) * 1e3 / repeats
+            beside = NO_LOAD if self.reading is None else self.reading().since(before)
         self.load = self.load.plus(beside)
-        disturbed = beside.switches > DISTURBED_PER_S * beside.cpu_s
-        if disturbed and self.caller_clock is not None:
-            took_s = min(took_s, max(caller_s, beside.cpu_s / self.threads))
-        return took_s * 1e3 / repeats, disturbed
-
-    def _caller_s(self) -> float:
-        return 0.0 if self.caller_clock is None else self.caller_clock()
-
-    def device_ms(self, call: Call) -> float | None:
-        return None
-
-    host_ms = cold_ms = device_ms
+        return mean_ms, beside.switches > DISTURBED_PER_S * beside.cpu_s
 
 
 @contextmanager
@@ -177,10 +121,10 @@ def collector_off() -> Iterator[None]:
 
 
 def calibrate(stopwatch: Stopwatch, call: Call) -> tuple[int, float]:
-    """The number of repeats for a sample of `shortest_ms`, by default 0.2 ms, and the milliseconds of a call."""
-    repeats, mean_ms, shortest_ms = 1, stopwatch.mean_ms(call), getattr(stopwatch, "shortest_ms", SHORTEST_MS)
-    while repeats * mean_ms < shortest_ms and repeats < _MAX_REPEATS:
-        wanted = 1.25 * shortest_ms / mean_ms if mean_ms > 0.0 else math.inf
+    """The number of repeats for a sample of `shortest_ms`, and the milliseconds of a call."""
+    repeats, mean_ms = 1, stopwatch.mean_ms(call)
+    while repeats * mean_ms < stopwatch.shortest_ms and repeats < _MAX_REPEATS:
+        wanted = 1.25 * stopwatch.shortest_ms / mean_ms if mean_ms > 0.0 else math.inf
         # At most tenfold per step, so that one reading of a coarse clock cannot cause seconds of repeats.
         repeats = math.ceil(min(max(wanted, 2 * repeats), 10 * repeats, _MAX_REPEATS))
         mean_ms = stopwatch.mean_ms(call, repeats)
@@ -235,20 +179,18 @@ def cuda_sample(
     call: Call,
     repeats: int = 1,
     lead_ms: float = 0.0,
-    before: Call = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CudaSample:
     """Time ``repeats`` calls on the current stream, by events of the device and by the host's clock.
 
     Where the device is idle it waits for the host between kernels, which a model whose queue is ahead does not: a lead
-    of ``lead_ms`` milliseconds keeps it busy while the calls are enqueued. ``before`` runs ahead of it.
+    of ``lead_ms`` milliseconds keeps it busy while the calls are enqueued.
     """
     cuda: Any = importlib.import_module("torch.cuda")
     few = min(repeats, HOST_REPEATS)
     with collector_off(), cuda.device(device):
         start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         cuda.synchronize()
-        before()
         if lead_ms > 0.0:
             cuda._sleep(int(lead_ms * CYCLES_PER_MS))
         start.record()
@@ -266,16 +208,13 @@ def cuda_sample(
         return CudaSample(start.elapsed_time(end) / repeats, host_ms, lead_ms, mean_ms)
 
 
-class CudaStopwatch:
-    """A :class:`~attn_dispatch.tuning.clocks.Stopwatch` by CUDA events on the device's current stream.
+class CudaStopwatch(Stopwatch):
+    """A stopwatch by CUDA events on the device's current stream.
 
     A sample is the longer of the device's and the host's time: either may be what a program waits for. Before the
     first sample, and after a pause, the device multiplies matrices until its clocks are those of work.
-
-    Allocates a buffer of twice the L2 cache at the first :meth:`cold_ms` and keeps it.
     """
 
-    load = NO_LOAD
     #: Milliseconds of a sample: the first call after a wait for the device takes the host up to three times as long.
     shortest_ms = 4.0
 
@@ -286,7 +225,6 @@ class CudaStopwatch:
         self._device = device
         self._clock = clock
         self._torch: Any = importlib.import_module("torch")
-        self._buffer: Any = None
         self._worked_s = -math.inf  # when the device last worked
         self._leads: defaultdict[Call, Lead] = defaultdict(Lead)
         self._samples: defaultdict[Call, list[CudaSample]] = defaultdict(list)
@@ -304,17 +242,6 @@ class CudaStopwatch:
     def host_ms(self, call: Call) -> float | None:
         """Milliseconds to enqueue one call, likewise, of up to :data:`HOST_REPEATS` calls in a sample."""
         return self._median(call, "host_ms")
-
-    def cold_ms(self, call: Call) -> float | None:
-        """Milliseconds of one call on the device after overwriting a buffer of twice the L2 cache; None without memory
-        for it.
-        """
-        if self._buffer is None:
-            with suppress(self._torch.OutOfMemoryError):
-                known = getattr(self._torch.cuda.get_device_properties(self._device), "L2_cache_size", 0)
-                size = 2 * (int(known) or UNKNOWN_L2_BYTES)
-                self._buffer = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
-        return None if self._buffer is None else self._sample(call, 1, self._buffer.zero_).device_ms
 
     def warm(self) -> None:
         """Let the device multiply matrices for `WARM_S` seconds, unless it worked in the last `PAUSE_S`.
@@ -335,18 +262,18 @@ class CudaStopwatch:
                     break
         self._worked_s = self._clock()
 
-    def _sample(self, call: Call, repeats: int, before: Call = lambda: None) -> CudaSample:
+    def _sample(self, call: Call, repeats: int) -> CudaSample:
         lead = self._leads[call]
         while True:
             self.warm()
-            found = cuda_sample(self._device, call, repeats, lead.for_calls(repeats), before, self._clock)
+            found = cuda_sample(self._device, call, repeats, lead.for_calls(repeats), self._clock)
             idle = found.host_ms * repeats > PAUSE_S * 1e3  # the host compiled or planned meanwhile
             self._worked_s = -math.inf if idle else self._clock()
             if lead.is_valid(found, repeats):
                 return found
 
     def _median(self, call: Call, name: str) -> float | None:
-        """Of one number of a call's samples; without the first, which may hold one-time work, if there are others."""
+        """One number of a call's samples; without the first, which may hold one-time work, if there are others."""
         found = self._samples[call]
         times = [getattr(sample, name) for sample in found[1:] or found]
         return statistics.median(times) if times else None

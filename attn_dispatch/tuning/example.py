@@ -58,25 +58,18 @@ class Example:
 
         return forward_backward if self.problem.needs_grad else forward
 
-    def empty(self) -> None:
-        """Free the memory of the tensors, the masks' excepted, until `restore`: between the steps of a trial."""
-        for each in self._tensors():
-            each.untyped_storage().resize_(0)
-
     def facts(self) -> list[float]:
         """A sum of each tensor, by which a change of its values is noticed."""
-        return [float(x.detach().sum(dtype=torch.float64)) for x in (*self._tensors(), *self.masks.values())]
+        return [float(x.detach().sum(dtype=torch.float64)) for x in self._tensors()]
 
     def restore(self) -> None:
-        """Draw the values of all tensors again, as `make` did: they were freed, or something has written into them."""
-        fresh = make(self.problem, self.seed, on_device=self.on_device)
-        pairs = zip((*self._tensors(), *self.masks.values()), (*fresh._tensors(), *fresh.masks.values()))
-        for own, drawn in pairs:
-            own.untyped_storage().resize_(drawn.untyped_storage().nbytes())
+        """Draw the values of all tensors again, as `make` did: something has written into them."""
+        for own, drawn in zip(self._tensors(), make(self.problem, self.seed, on_device=self.on_device)._tensors()):
             own.untyped_storage().copy_(drawn.untyped_storage())
 
     def _tensors(self) -> list[Tensor]:
-        return [each for each in (self.q, self.k, self.v, self.grad) if each is not None]
+        own = (self.q, self.k, self.v, *([] if self.grad is None else [self.grad]))
+        return [*own, *self.masks.values()]
 
     def without_dropout(self) -> Example:
         """The same example with dropout 0, so that results can be compared."""

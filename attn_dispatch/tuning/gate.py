@@ -24,16 +24,16 @@ from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
-from attn_dispatch.store.crash_markers import crash_marker
 from attn_dispatch.store.files import digest
-from attn_dispatch.store.quarantine import Kind
+from attn_dispatch.store.quarantine import Kind, crash_marker
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import candidates, guard
 from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make, synchronize
-from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key, hard_cases
-from attn_dispatch.tuning.oracle import PAIRS, FurtherCheck, NoReference, Oracle, further_checks, reference
+from attn_dispatch.tuning.guard import NoReference, reference
+from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key
+from attn_dispatch.tuning.oracle import PAIRS, FurtherCheck, Oracle, further_checks
 from attn_dispatch.tuning.rounds import Steps
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ class Gate:
     address: Address
     example: Example | None = None
     pairs: int = PAIRS
+    case_problems: tuple[Problem, ...] = ()  #: of the hard cases that were needed
 
     @cached_property
     def oracle(self) -> Oracle:
@@ -73,20 +74,10 @@ class Gate:
         assert self.example is not None
         return Oracle.of(self.example, pairs=self.pairs)
 
-    @cached_property
-    def _cases(self) -> tuple[HardCase, ...]:
-        with reference():
-            return hard_cases(self.problem)
-
     @property
     def differences(self) -> list[float]:
         """By how much results of a timed call may differ; empty with dropout, which is random."""
         return [] if self.problem.dropout_p else self.oracle.differences
-
-    @property
-    def case_problems(self) -> tuple[Problem, ...]:
-        """The problems of the hard cases that were needed."""
-        return tuple(case.problem for case in self.__dict__.get("_cases", ()))
 
     def builds_ms(self, candidate: Candidate) -> float:
         """Milliseconds the backend declares to build for this problem alone, and for the hard cases due."""
@@ -132,10 +123,12 @@ class Gate:
         if self.has_passed(candidate):
             return None
         brief = brief and self.problem.device.type == "cuda"
+        cases = list[HardCase]()
         for spec in class_key(self.problem):  # outside of the candidate's trial, as in `admit`
             yield CASE_S
-            case_of(spec)
-        checks = self._tried(candidate, partial(self._case_checks, candidate, self._cases, brief))
+            cases.append(case_of(spec))
+        self.case_problems = tuple(case.problem for case in cases)
+        checks = self._tried(candidate, partial(self._case_checks, candidate, cases, brief))
         if isinstance(checks, Rejected):
             return checks
         for check in checks:
@@ -210,7 +203,7 @@ class Gate:
         """Seconds that a call may take, with what the backend declares of a first one."""
         return timeout_s() + FIRST_CALL_FACTOR * first_call_ms(candidate, problem) / 1e3
 
-    def _case_checks(self, candidate: Candidate, cases: tuple[HardCase, ...], brief: bool) -> list[Check]:
+    def _case_checks(self, candidate: Candidate, cases: Sequence[HardCase], brief: bool) -> list[Check]:
         """A check of each case that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
         shares = candidate.backend.shares_builds
         most = len(cases) if shares else COMPILED_CASES

@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import errno
-import math
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.log import say_once
-from attn_dispatch.machine.devices import cuda_devices, default_device, resolve
+from attn_dispatch.machine.devices import cuda_devices, resolve
 from attn_dispatch.machine.memory import available_bytes, memory_fraction
 from attn_dispatch.text import gib, one_line
 
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 GRACE_S = 0.5  #: seconds that a call may take to end after it was interrupted
-SLICE_S = 0.25  #: seconds of one wait; time in which the process is suspended counts as one slice at most
-IDLE_S = 1.0  #: seconds after which a thread without work ends
 CPU_SLACK = 64 << 20  #: bytes of peak over the declared ones that are tolerated: a CPU peak is the whole process's
 CUDA_SLACK = 2 << 20  #: bytes of peak over the declared ones that are tolerated: the caching allocator's rounding
 #: Lower-case texts by which an exception of any kind counts as a lack of memory.
@@ -68,6 +64,21 @@ class DeviceLost(BackendFailed):
     """A call under trial left its device unusable for this process: no other candidate can run."""
 
 
+class NoReference(Exception):
+    """The expected results cannot be evaluated for lack of memory, threads or files; not a candidate's fault."""
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Turn the lack of memory, threads or files of code that evaluates or compares results into NoReference."""
+    try:
+        yield
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        raise NoReference(one_line(error)) from error
+
+
 class _Stop(BaseException):
     """Raised inside a call to end it; not an Exception, so that a backend's own handlers do not catch it."""
 
@@ -75,28 +86,58 @@ class _Stop(BaseException):
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-class _Job(Generic[T]):
-    """One call with the caller's thread state, and its result or exception."""
+class _GuardedThread(threading.Thread, Generic[T]):
+    """A thread for one call with the caller's state, and its result or exception."""
 
     def __init__(self, call: Callable[[], T]) -> None:
+        super().__init__(name="attn-dispatch-trial", daemon=True)
         self.call: Callable[[], T] | None = call
         self.context = contextvars.copy_context()
         self.state = _TorchState() if "torch" in sys.modules else None
+        self.ending = threading.Lock()  # guards `running` and `stopping`
+        self.running = self.stopping = False
         self.done = threading.Event()
         self.result: T | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
+        with suppress(_Stop):
+            try:
+                self._call()
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                # Without these frames: they and the error would reference each other.
+                frames = error.__traceback__ and error.__traceback__.tb_next
+                self.error = error.with_traceback(frames and frames.tb_next)
+            finally:
+                self.done.set()
+            for _ in range(100 * self.stopping):
+                pass  # a late `_Stop` is raised here: left pending, CPython would check for it for ever
+
+    def _call(self) -> None:
         call, self.call = self.call, None
-        assert call is not None
+        with self.ending:  # its time may have run out before this thread was scheduled
+            self.running = not self.stopping
         try:
             with ExitStack() as stack:
                 if self.state is not None:
                     self.state.enter(stack)
-                self.result = self.context.run(call)
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            # Without this frame: frame and error would reference each other.
-            self.error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+                if self.running and call is not None:
+                    self.result = self.context.run(call)
+        finally:
+            # From here on `stop` raises nothing in the thread. What it has raised must not be revoked, or every thread
+            # would check for an exception that none finds, and make no progress under a profiler or debugger.
+            with self.ending:
+                self.running = False
+
+    def stop(self) -> None:
+        """Raise `_Stop` in the thread as soon as it runs Python code."""
+        held = process_state.starting.acquire(timeout=GRACE_S)  # else a thread that it starts would get it
+        with self.ending:
+            self.stopping = True
+            if self.running and self.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(_Stop))
+        if held:
+            process_state.starting.release()
 
     def outcome(self) -> T:
         result, error = cast(T, self.result), self.error
@@ -111,85 +152,14 @@ class _Job(Generic[T]):
             del error
 
 
-class _Worker:
-    """A thread that runs jobs one after another, until it is stopped or idle for `IDLE_S`."""
-
-    def __init__(self) -> None:
-        self.jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
-        self.ending = threading.Lock()  # guards `running` and `stopping`
-        self.running = False
-        self.stopping = False
-        self.thread = threading.Thread(target=self._loop, name="attn-dispatch-trial", daemon=True)
-        with process_state.starting:
-            self.thread.start()
-
-    def stop(self) -> None:
-        """Raise `_Stop` in the thread as soon as it runs Python code; it takes no more jobs."""
-        held = process_state.starting.acquire(timeout=GRACE_S)  # else a thread that it starts would get it
-        with self.ending:
-            self.stopping = True
-            if self.running and (ident := self.thread.ident) is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stop))
-        if held:
-            process_state.starting.release()
-        self.jobs.put(None)
-
-    def _loop(self) -> None:
-        with suppress(_Stop):
-            while (job := self._next()) is not None:
-                try:
-                    try:
-                        if self._open():
-                            job.run()
-                    finally:
-                        self._close()
-                finally:  # `_close` itself may be interrupted, but only once
-                    job.done.set()
-                del job  # while waiting, keep nothing of the caller's alive
-            for _ in range(100 * self.stopping):
-                pass  # a late `_Stop` is raised here: left pending, CPython would check for it for ever
-
-    def _open(self) -> bool:
-        """Mark the job as running; False where its time ran out before this thread was scheduled."""
-        with self.ending:
-            self.running = not self.stopping
-        return self.running
-
-    def _close(self) -> None:
-        """Mark the job as over: from here on `stop` raises nothing in the thread.
-
-        A late `_Stop` must not be revoked: `PyThreadState_SetAsyncExc` with NULL makes every thread check for an
-        exception that none finds, so that all keep checking, and under a profiler or debugger make no progress.
-        """
-        with self.ending:
-            self.running = False
-
-    def _next(self) -> _Job[Any] | None:
-        while True:
-            with suppress(Empty):
-                return self.jobs.get(timeout=IDLE_S)
-            try:
-                _idle.remove(self)
-            except ValueError:  # just taken by a caller: its job will follow
-                continue
-            return None
-
-
-_idle: list[_Worker] = []  # used last in, first out: the last worker's thread pools are warm
-os.register_at_fork(after_in_child=_idle.clear)
-
-
-def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
+def run_guarded(call: Callable[[], T], timeout_s: float) -> T:
     """Run ``call`` in a separate thread and wait; return its result or raise its exception. One such as
     KeyboardInterrupt, which would end the program, becomes a RuntimeError.
 
-    The caller's grad and inference mode, autocast, default device, number of threads, CUDA device and stream and
-    context variables hold inside; torch's function and dispatch modes do not. Any thread may call this, also inside a
-    guarded call. Ctrl-C in the waiting thread is raised at once, and the call is interrupted.
-
-    The thread is reused for the next call, with the pool that OpenMP makes for each thread. While two such pools
-    exist, GNU's OpenMP lets their threads sleep instead of spin, which makes small kernels several times slower in
-    both: time nothing inside a guarded call, nor afterwards before `end_idle_threads`.
+    The caller's grad mode, number of threads, CUDA device and stream and context variables hold inside, not torch's
+    other modes and its default device. Any thread may call this, also inside a guarded call. Ctrl-C in the waiting
+    thread is raised at once, and the call is interrupted. Time nothing inside: the thread has an OpenMP pool of its
+    own, and while two pools exist, GNU's OpenMP lets their threads sleep instead of spin.
 
     Raises:
         TimedOut: the call did not return within ``timeout_s`` seconds. Python code is interrupted; a thread that never
@@ -201,80 +171,46 @@ def run_guarded(call: Callable[[], T], timeout_s: float | None) -> T:
     return run_at_once(calls, timeout_s)[0]
 
 
-def run_at_once(calls: list[Callable[[], T]], timeout_s: float | None) -> list[T]:
+def run_at_once(calls: list[Callable[[], T]], timeout_s: float) -> list[T]:
     """Run calls at once, each in a thread as `run_guarded` does; their results, or the exception of the first that
     raised one. Empties the list.
     """
-    workers = list[_Worker]()
+    threads = [_GuardedThread(call) for call in calls]
+    calls.clear()  # only the threads hold them, until they have run
     try:
-        while len(workers) < len(calls):
-            with suppress(IndexError):  # another thread took it
-                workers.append(_idle.pop() if _idle else _Worker())
-    except RuntimeError as error:
-        _idle.extend(workers)
-        say_once(f"a backend is tried without a time limit: {error}")  # at interpreter exit, or out of threads
-        return [call() for call in calls]
-    jobs = [_Job(call) for call in calls]
-    calls.clear()  # only the jobs hold them, until they have run
-    try:
-        for worker, job in zip(workers, jobs):
-            worker.jobs.put(job)
-        if not _wait(jobs, timeout_s):
-            raise TimedOut(timeout_s or 0.0)
+        for thread in threads:
+            try:
+                with process_state.starting:
+                    thread.start()
+            except RuntimeError as error:  # at interpreter exit, or out of threads
+                say_once(f"a backend is tried without a time limit: {error}")
+                thread.run()
+        end_s = time.monotonic() + timeout_s
+        if not all(thread.done.wait(max(0.0, end_s - time.monotonic())) for thread in threads):
+            raise TimedOut(timeout_s)
     except BaseException as error:
-        for worker in workers:
-            worker.stop()
+        for thread in threads:
+            thread.stop()
         if isinstance(error, TimedOut):
-            error.stopped = all(job.done.wait(GRACE_S) for job in jobs)
+            error.stopped = all(thread.done.wait(GRACE_S) for thread in threads)
         raise
-    _idle.extend(workers)
-    return [job.outcome() for job in jobs]
-
-
-def _wait(jobs: Sequence[_Job[Any]], timeout_s: float | None) -> bool:
-    """Wait in slices, so that time in which the process is suspended counts as one slice at most."""
-    left = math.inf if timeout_s is None else timeout_s
-    while left > 0:
-        if all(job.done.wait(min(left, SLICE_S)) for job in jobs):
-            return True
-        left -= SLICE_S
-    return all(job.done.is_set() for job in jobs)
-
-
-def end_idle_threads() -> None:
-    """End the idle worker threads and their OpenMP pools, so that the next timing has the cores to itself."""
-    while _idle:
-        with suppress(IndexError):
-            worker = _idle.pop()
-            worker.jobs.put(None)
-            worker.thread.join()
+    return [thread.outcome() for thread in threads]
 
 
 class _TorchState:
-    """Torch's thread-local state, copied from the thread that creates this."""
+    """Grad mode, number of threads, and CUDA device and stream, of the thread that creates this."""
 
     def __init__(self) -> None:
         import torch
 
+        self.grad, self.threads = torch.is_grad_enabled(), torch.get_num_threads()
         cuda: Any = torch.cuda
-        kinds = ("cpu", "cuda") if cuda.is_initialized() else ("cpu",)
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-        self.cached = torch.is_autocast_cache_enabled()
-        self.device = default_device()
-        self.threads = torch.get_num_threads()
         self.stream = cuda.current_stream() if cuda.is_initialized() else None
 
     def enter(self, stack: ExitStack) -> None:
         import torch
 
-        stack.enter_context(torch.inference_mode(self.inference))
         stack.enter_context(torch.set_grad_enabled(self.grad))
-        for kind, enabled, dtype in self.autocast:
-            stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self.cached))
-        if self.device != default_device():
-            stack.enter_context(self.device)
         if self.threads != torch.get_num_threads():  # a thread that has run kernels ignores later global settings
             torch.set_num_threads(self.threads)
         if self.stream is not None:
@@ -351,7 +287,8 @@ def is_limit_error(error: BaseException) -> bool:
 
 def is_shortage(error: BaseException) -> bool:
     """Whether an exception reports a lack of memory, threads, processes or open files, and the device still works."""
-    return not isinstance(error, DeviceLost) and (is_memory_error(error) or is_limit_error(error))
+    lacking = isinstance(error, NoReference) or is_memory_error(error) or is_limit_error(error)
+    return lacking and not isinstance(error, DeviceLost)
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
@@ -377,18 +314,18 @@ def device_fault(
     After a hang nothing of the device is touched that waits for it: even freeing memory does. Otherwise its queue may
     take ``limit_s`` seconds to end.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or isinstance(error, NoReference):
         return None
     text = one_line(error)
     if isinstance(error, TimedOut):
         return None if error.stopped and _is_idle(device) else ("hung", text)
     try:
-        lost = run_guarded(lambda: device_lost(device), limit_s)
+        run_guarded(lambda: _synchronize(device), limit_s)
     except TimedOut:
         return "hung", f"the device is still at work {limit_s:g} s after: {text}"
-    except RuntimeError:  # not even another thread can select it
-        lost = True
-    return ("died", f"the device was lost: {text}") if lost else None
+    except RuntimeError:  # as after an illegal access: every later call in the process fails
+        return "died", f"the device was lost: {text}"
+    return None
 
 
 def _is_idle(device: torch.device) -> bool:
@@ -401,17 +338,7 @@ def _is_idle(device: torch.device) -> bool:
         return False
 
 
-def device_lost(device: torch.device) -> bool:
-    """Whether a CUDA device is unusable, as after an illegal access: every later call in the process fails.
-
-    Waits for the device's queue: do not call it while a kernel hangs.
-    """
-    if device.type != "cuda":
-        return False
+def _synchronize(device: torch.device) -> None:
     import torch
 
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return True
-    return False
+    torch.cuda.synchronize(device)

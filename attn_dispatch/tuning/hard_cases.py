@@ -20,14 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_terms, traces
 from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.orders import NATURAL, Reordered
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES, randn, stride_class
-from attn_dispatch.text import gib
 from attn_dispatch.tuning.example import Example, score_tensors
-from attn_dispatch.tuning.oracle import CheckResult, NoReference, Oracle, reference
+from attn_dispatch.tuning.guard import reference
+from attn_dispatch.tuning.oracle import CheckResult, Oracle
 
 CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
@@ -37,19 +36,10 @@ OUTLIER = 2.0**10  #: factor on one entry of head_dim, as of models whose activa
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
 MAX_GROUP = 3  #: query heads for each head of k and v
 MAX_BRANCHES = 6  #: branches of a dilated pattern that heads are split between
-#: Up to a head_dim: tokens that are one and a half tiles, and multiples of no tile: many and few; keys for one query.
-LENGTHS = {640: (192, 77, 40, 130), math.inf: (12, 9, 5, 10)}
-CACHE_ROWS = 51  #: unfilled rows of a key-value cache
-GRIDS = {
-    192: ((192,), (16, 12), (8, 6, 4)),
-    77: ((77,), (11, 7), (5, 5, 3)),
-    12: ((12,), (4, 3), (3, 2, 2)),
-    9: ((9,), (3, 3), (3, 3, 1)),
-}  #: by tokens, then by axes - 1
-ENTRY_BYTES = 150  #: for each entry of q, k, v and the gradient: views, copies of their memory, results in float64
-UNCOUNTED_BYTES = 2**27  #: up to which no hard case is asked whether it fits into memory
-PACKED, CACHE = "packed", "cache"  #: further memory orders: q, k, v interleaved in one tensor; a key-value cache's rows
-VIEWS, SCATTERED = (PACKED, PACKED, CACHE, "bhnd"), ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh")
+EVEN, ODD, SHORT, MANY = 192, 77, 40, 130  #: tokens: one and a half tiles, multiples of none; keys for one query
+GRIDS = {EVEN: ((192,), (16, 12), (8, 6, 4)), ODD: ((77,), (11, 7), (5, 5, 3))}  #: by tokens, then by axes - 1
+VIEWS = ("bnhd+gaps", "bnhd+gaps", "bhnd+gaps", "bhnd")  #: memory orders of q, k, v and the gradient
+SCATTERED = ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh")
 ODD_K = (False, True, False, False)
 
 Strides = tuple[int, ...]
@@ -124,16 +114,11 @@ def hard_cases(problem: Problem) -> tuple[HardCase, ...]:
     return tuple(map(case_of, class_key(problem)))
 
 
+@lru_cache(CACHED_CASES)
 def case_of(spec: CaseSpec) -> HardCase:
     """The hard case of a recipe, evaluated once. Raises NoReference."""
-    found = _cases.get(spec)
-    if found is None:
-        with reference():
-            found = _evaluated(spec)
-        if len(_cases) >= CACHED_CASES:
-            _cases.clear()
-        _cases[spec] = found
-    return found
+    with reference():
+        return _evaluated(spec)
 
 
 @lru_cache(64)
@@ -142,40 +127,37 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     if problem.ranks > 1:
         return ()
     own = (*map(_whole, problem.strides), "bnhd")
-    natural = problem.pattern.natural
-    unequal = isinstance(problem.pattern, Dense | Window) and not problem.has_seq_lens
-    at_end = problem.q_len < problem.k_len and isinstance(natural, Dilated | Neighborhood)
-    small = partial(_small, problem)
-    # Time and memory grow with head_dim.
-    even, odd, short, many = next(each for most, each in LENGTHS.items() if problem.head_dim <= most)
-    masks = problem.has_seq_lens + problem.has_key_mask
+    placed = _places_queries(problem.pattern)
+    unequal = not placed and not problem.has_seq_lens
+    small, masks = partial(_small, problem), problem.has_seq_lens + problem.has_key_mask
+    uneven, some = (ODD, SHORT if unequal else ODD), small(2, ODD)
+    found = [
+        CaseSpec("large scores", small(1, EVEN), own, large=True),
+        CaseSpec("odd addresses", small(1 + masks, *uneven), own, empty=True, odd=(True,) * 4),
+        CaseSpec("", small(max(2, 1 + masks), 1, MANY if unequal else 1), own, empty=True),
+        CaseSpec("packed views", some, VIEWS, odd_masks=True),
+        CaseSpec("scattered views of all sizes", some, SCATTERED, odd_masks=True, odd=ODD_K, all_sizes=True),
+    ]
     # Tolerances grow with scores: these find NaN, and what is far too large. CUDA's libraries are not asked.
-    lows = [HUGE_SCORE] * bool(problem.bias or problem.alibi_axes) + [math.inf] * bool(problem.bias)
-    lows = lows if problem.device.type == "cpu" else []
-    hides = problem.masked or bool(problem.bias) or unseen_keys(small(1, even)) is not None
-    return (
-        CaseSpec("large scores", small(1, even), own, large=True),
-        CaseSpec("odd addresses", small(1 + masks, odd, short if unequal else odd), own, empty=True, odd=(True,) * 4),
-        CaseSpec("", small(max(2, 1 + masks), 1, many if unequal else 1), own, empty=True),
-        CaseSpec("packed views", small(2, odd), VIEWS, odd_masks=True),
-        CaseSpec("scattered views of all sizes", small(2, odd), SCATTERED, odd_masks=True, odd=ODD_K, all_sizes=True),
-        *[CaseSpec("hugely negative rows", small(1, odd, short if unequal else odd), own, low=each) for each in lows],
-        *[CaseSpec("NaN that is hidden", small(2, even), own, hidden=True)] * hides,
-        *[CaseSpec("at the end of longer keys", small(2, short, odd), own, hidden=True)] * at_end,
-        *[CaseSpec("at the end of longer keys", small(1, 1, even), own, hidden=True)] * at_end,
-    )
+    if problem.device.type == "cpu":
+        lows = [HUGE_SCORE, math.inf] if problem.bias else [HUGE_SCORE] if problem.alibi_axes else []
+        found += [CaseSpec("hugely negative rows", small(1, *uneven), own, low=each) for each in lows]
+    if problem.masked or problem.bias or unseen_keys(small(1, EVEN)) is not None:
+        found.append(CaseSpec("NaN that is hidden", small(2, EVEN), own, hidden=True))
+    if placed and problem.q_len < problem.k_len:
+        ends = small(2, SHORT, ODD), small(1, 1, EVEN)
+        found += [CaseSpec("at the end of longer keys", each, own, hidden=True) for each in ends]
+    return tuple(found)
 
 
 # --- small problems ---------------------------------------------------------------------------------------------------
 
 
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
-    at_end = isinstance(problem.pattern.natural, Dilated | Neighborhood) and q_len < (k_len or 0)
-    pattern = fitted(problem.pattern, k_len if k_len is not None and at_end else q_len)
-    grid = pattern.natural.grid if isinstance(pattern.natural, Neighborhood) else None
-    if grid is not None and not at_end:
-        q_len = math.prod(grid)
-    k_len = q_len if k_len is None else math.prod(grid) if grid is not None else k_len
+    k_len = k_len or q_len
+    pattern = fitted(problem.pattern, k_len if _places_queries(problem.pattern) else q_len)
+    if (grid := getattr(pattern.natural, "grid", None)) is not None:
+        q_len, k_len = (math.prod(grid) if q_len == k_len else q_len), math.prod(grid)
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
     return replace(
@@ -190,6 +172,11 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
         dropout_p=0.0,
         bias=tuple(own if size > 1 else 1 for size, own in zip(problem.bias, (batch, heads))),
     )
+
+
+def _places_queries(pattern: Pattern) -> bool:
+    """Whether queries lie at the end of longer keys, in the pattern's segments or grid."""
+    return isinstance(pattern.natural, Dilated | Neighborhood)
 
 
 def _few_heads(problem: Problem) -> tuple[int, int]:
@@ -247,16 +234,10 @@ def _whole(kind: str) -> str:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-_cases: dict[CaseSpec, HardCase] = {}
-
-
 def _evaluated(spec: CaseSpec) -> HardCase:
     generator = torch.Generator().manual_seed(0)
     q_shape = (spec.problem.batch, spec.problem.q_len, spec.problem.heads, spec.problem.head_dim)
     kv_shape = (spec.problem.batch, spec.problem.k_len, spec.problem.kv_heads, spec.problem.head_dim)
-    need = ENTRY_BYTES * 2 * (math.prod(q_shape) + math.prod(kv_shape))
-    if need > UNCOUNTED_BYTES and need > (free := available_bytes(spec.problem.device)):
-        raise NoReference(f"a hard case needs {gib(need)}, {gib(free)} are free")
     values = [torch.randn(shape, generator=generator) for shape in (q_shape, kv_shape, kv_shape, q_shape)]
     if spec.large:
         values[:2] = _large(spec.problem, values[1], generator)
@@ -264,7 +245,8 @@ def _evaluated(spec: CaseSpec) -> HardCase:
         values = _of_all_sizes(spec.problem, values)
     masks = _masks(spec, generator)
     dtype, device = spec.problem.dtype, spec.problem.device
-    strides = [_strides(tuple(x.shape), kind, dtype) for x, kind in zip(values, spec.kinds)]
+    as_on_cpu = dtype, torch.device("cpu"), generator
+    strides = [randn(tuple(x.shape), kind, *as_on_cpu).stride() for x, kind in zip(values, spec.kinds)]
     if spec.hidden:
         values[:3] = _with_hidden_nans(spec.problem, values, strides, masks)
     q, k, v, grad = (between_nans(x.to(device, dtype), *each) for x, each in zip(values, zip(strides, spec.odd)))
@@ -287,7 +269,7 @@ def _name(spec: CaseSpec, oracle: Oracle) -> str:
     else:
         lengths = "one query" if problem.q_len == 1 else f"{problem.q_len} queries, {problem.k_len} keys"
     empty = bool((oracle.expected["lse"].value == -math.inf).any())
-    return ", ".join([lengths, *[spec.hazard] * bool(spec.hazard), *["rows without keys"] * empty])
+    return ", ".join(filter(None, [lengths, spec.hazard, "rows without keys" if empty else ""]))
 
 
 def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[Tensor]:
@@ -372,17 +354,6 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
         strides = tuple(step * (2 if spec.odd_masks else 1) for step in x.stride())
         masks[name] = between_nans(x.detach(), strides, spec.odd[0]).requires_grad_(x.requires_grad)
     return masks
-
-
-def _strides(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> Strides:
-    _, length, heads, head_dim = shape
-    if kind == PACKED:
-        row = 3 * heads * head_dim
-        return length * row, row, head_dim, 1
-    if kind == CACHE:
-        head = (length + CACHE_ROWS) * head_dim
-        return heads * head, head_dim, head, 1
-    return randn(shape, kind, dtype, torch.device("cpu"), torch.Generator()).stride()
 
 
 def between_nans(values: Tensor, strides: tuple[int, ...], odd: bool = False) -> Tensor:

@@ -44,8 +44,7 @@ class Timing:
 
     ``samples_ms[i]`` was taken in round ``i``, next to sample ``i`` of every other candidate of the same
     :func:`time_in_rounds`. ``first_ms`` is the very first call, which may include planning and compilation. ``host_ms``
-    is the host's time to enqueue one call, ``device_ms`` the device's time of one, ``cold_ms`` the same with a flushed
-    L2 cache; None where unknown.
+    is the host's time to enqueue one call, ``device_ms`` the device's time of one; None where unknown.
 
     Raises:
         ValueError: there are no samples, or one is NaN.
@@ -54,7 +53,6 @@ class Timing:
     samples_ms: tuple[float, ...]
     first_ms: float
     host_ms: float | None = None
-    cold_ms: float | None = None
     device_ms: float | None = None
 
     def __post_init__(self) -> None:
@@ -76,11 +74,6 @@ class Timing:
         """Upper end of the 95 % :func:`median_interval`, in milliseconds; of fewer than 6 samples, the largest."""
         return median_interval(self.samples_ms).high
 
-    def undisturbed(self) -> Timing:
-        """The fastest quarter of its samples, at least one: other programs only ever add time."""
-        fastest = sorted(self.samples_ms)[: max(1, len(self.samples_ms) // 4)]
-        return replace(self, samples_ms=tuple(fastest))
-
     def plus(self, extra_ms: float) -> Timing:
         """The timing with ``extra_ms`` added to every sample."""
         return replace(self, samples_ms=tuple(sample + extra_ms for sample in self.samples_ms))
@@ -89,10 +82,9 @@ class Timing:
 def median_interval(samples: Sequence[float], confidence: float = ONE_LOOK) -> Interval:
     """Interval that covers the median of the samples' distribution with at least ``confidence``.
 
-    The ends are order statistics, by inversion of the sign test, so coverage is exact for any continuous
-    distribution (Conover, *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples (fewer than 6
-    at 95 %, fewer than 11 at 99.9 %) have no such interval: they give the smallest to the largest sample, which covers
-    less.
+    The ends are order statistics, by inversion of the sign test: exact for any continuous distribution (Conover,
+    *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples (under 6 at 95 %, under 11 at 99.9 %)
+    give the smallest to the largest sample, which covers less.
 
     Raises:
         ValueError: there are no samples, or the confidence lies outside (0, 1).
@@ -116,10 +108,9 @@ def ratio_interval(candidate: Timing, baseline: Timing, confidence: float = ONE_
 def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
     """:func:`ratio_interval` at 99.9 %, for comparisons that are looked at repeatedly.
 
-    Fewer than 11 shared rounds have no such interval and span all ratios. From 5 rounds on that span is widened on
-    either side by half of its width, halved for each further round, so that for normal noise one look errs to one side
-    with probability 0.0033 at 5 rounds, 0.0021 at 7 and 0.0008 at 9 (Student's t). Below 5 rounds use a guard, as
-    :func:`faster` does.
+    Fewer than 11 shared rounds span all ratios. From 5 rounds on that span is widened on either side by half of its
+    width, halved for each further round: for normal noise one look errs to one side with probability 0.0033 at 5
+    rounds, 0.0021 at 7 and 0.0008 at 9 (Student's t). Below 5 rounds use a guard, as :func:`ratio_test` does.
     """
     found, shared = ratio_interval(candidate, baseline, REPEATED), shared_rounds(candidate, baseline)
     if not _LEAST_WIDENED <= shared < fewest(REPEATED) or found.low == found.high:
@@ -128,24 +119,13 @@ def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
     return Interval(max(found.low - wider, 0.0), found.high + wider)
 
 
-def surely_faster(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
-    """Whether :func:`sure_interval` lies wholly below ``1 - guard``.
-
-    The guard is the margin; with fewer than 6 shared rounds it is at least 0.02, doubled for each round short of 6: by
-    default 0.04 at 5 rounds and 0.64 at one. Equal candidates pass by sign alone with probability 2**-n, for which the
-    guard compensates.
-    """
-    return ratio_test(candidate, baseline, margin) == "faster"
-
-
 def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
     """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the test that a decision is made by.
 
-    Also true where the candidate is :func:`surely_faster`, which may have ended the race. Fewer than 8 shared rounds
-    have no 99 % interval: then every ratio must lie below ``1 - guard``, where the guard is that of
-    :func:`surely_faster`, but at least twice the margin.
+    Also true where :func:`ratio_test` says "faster", which may have ended the race. Fewer than 8 shared rounds have no
+    99 % interval: then every ratio must lie below ``1 - guard``, here at least twice the margin.
     """
-    if surely_faster(candidate, baseline, margin):
+    if ratio_test(candidate, baseline, margin) == "faster":
         return True
     shared = shared_rounds(candidate, baseline)
     guard = margin if shared >= fewest(LAST_LOOK) else max(_guard(shared, margin), 2 * margin)
@@ -155,9 +135,11 @@ def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MAR
 def ratio_test(candidate: Timing, baseline: Timing, margin: float = MARGIN, resolution: float = 0.0) -> RatioTest:
     """Test whether a candidate is faster than the baseline by more than the margin.
 
-    "faster": it surely is, see :func:`surely_faster`. "not": it surely is not, :func:`sure_interval` lies wholly at or
-    above ``1 - margin``. "close": undecided, but the ratio is known to within ``resolution``. "open": more rounds may
-    decide.
+    "faster": :func:`sure_interval` lies wholly below ``1 - guard``. "not": wholly at or above ``1 - margin``. "close":
+    undecided, but the ratio is known to within ``resolution``. "open": more rounds may decide.
+
+    The guard is the margin; with fewer than 6 shared rounds it is at least 0.02, doubled for each round short of 6:
+    0.04 at 5 rounds, 0.64 at one. Equal candidates pass by sign alone with probability 2**-n.
     """
     interval, shared = sure_interval(candidate, baseline), shared_rounds(candidate, baseline)
     if interval.high < 1.0 - _guard(shared, margin):

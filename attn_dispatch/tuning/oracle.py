@@ -25,9 +25,8 @@ from attn_dispatch.kernels.contract import Backend, runner, traces
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.text import one_line
-from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.guard import reference
 
 PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
 FEW_PAIRS = 2**16  #: the same where a caller waits
@@ -38,21 +37,6 @@ GRADIENTS = ("dq", "dk", "dv", "dbias")
 MEETING_S = 0.1  #: seconds that two calls wait for one another to begin at once
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 FEWEST_HEADS = 2  #: the same of heads
-
-
-class NoReference(Exception):
-    """The expected results cannot be evaluated for lack of memory, threads or files; not a candidate's fault."""
-
-
-@contextmanager
-def reference() -> Iterator[None]:
-    """Turn the lack of memory, threads or files of code that evaluates or compares results into NoReference."""
-    try:
-        yield
-    except Exception as error:
-        if not guard.is_shortage(error):
-            raise
-        raise NoReference(one_line(error)) from error
 
 
 @contextmanager
@@ -110,23 +94,18 @@ class Oracle:
     facts: list[float]  #: of the example
 
     @classmethod
-    def of(cls, example: Example, seed: int = 0, pairs: int | None = None) -> Oracle:
+    @reference()
+    def of(cls, example: Example, pairs: int | None = None) -> Oracle:
         """Evaluate the expected results, of rows with about `pairs` (`PAIRS`) query-key pairs. Raises NoReference."""
-        with reference(), _threads_for(example.problem):
-            return cls._evaluated(example, seed, PAIRS if pairs is None else pairs)
-
-    @classmethod
-    def _evaluated(cls, example: Example, seed: int, pairs: int) -> Oracle:
-        example = example.without_dropout()
-        rows, heads = draw(example.problem, seed, pairs)
-        rows, heads = rows.to(example.problem.device), heads.to(example.problem.device)
-        grad = grad_lse = None
-        if example.grad is not None:
-            grad = torch.zeros_like(example.grad)
-            grad[:, rows[:, None], heads] = example.grad[:, rows[:, None], heads]
-            grad_lse = _grad_lse(example.problem, rows, heads, seed)
-        sample = _Sample.of(example, rows, heads, grad_lse)
-        return cls(example, rows, heads, grad, grad_lse, sample.expected(), example.facts())
+        example, grad, grad_lse = example.without_dropout(), None, None
+        rows, heads = (x.to(example.problem.device) for x in draw(example.problem, PAIRS if pairs is None else pairs))
+        with _threads_for(example.problem):
+            if example.grad is not None:
+                grad = torch.zeros_like(example.grad)
+                grad[:, rows[:, None], heads] = example.grad[:, rows[:, None], heads]
+                grad_lse = _grad_lse(example.problem, rows, heads)
+            expected = _Sample.of(example, rows, heads, grad_lse).expected()
+        return cls(example, rows, heads, grad, grad_lse, expected, example.facts())
 
     @property
     def differences(self) -> list[float]:
@@ -135,27 +114,12 @@ class Oracle:
         found = {name: self.expected[name].tolerance for name in ("out", *GRADIENTS) if name in self.expected}
         return [2 * off * (1 if name in ("out", "dq") else rows) for name, off in found.items()]
 
-    def empty(self) -> None:
-        """Free the memory of the example and of the gradient until `restore`."""
-        self.example.empty()
-        if self.grad is not None:
-            self.grad.untyped_storage().resize_(0)
-
-    @reference()
-    def restore(self) -> None:
-        """Draw the example again. Raises NoReference."""
-        self.example.restore()
-        if self.grad is not None and self.example.grad is not None:
-            self.grad.untyped_storage().resize_(self.grad.numel() * self.grad.itemsize)
-            where = (slice(None), self.rows[:, None], self.heads)
-            self.grad.zero_()[where] = self.example.grad[where]
-
     @reference()
     def restored(self) -> bool:
         """Whether something wrote into the example; then it is drawn again. Raises NoReference."""
         changed = self.example.facts() != self.facts
         if changed:
-            self.restore()
+            self.example.restore()
         return changed
 
     def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
@@ -187,21 +151,15 @@ class Oracle:
     def check(self, found: dict[str, Tensor]) -> CheckResult:
         """Compare the tensors that `run` returned with the expected ones. Raises NoReference."""
         with _threads_for(self.example.problem):
-            return self._check(found)
-
-    def _check(self, found: dict[str, Tensor]) -> CheckResult:
-        failures = _contract_failures(found, self.example.problem)
-        if failures:
-            return CheckResult(math.inf, tuple(failures))
-        errors = {
-            name: _error(self._drawn(name, found[name]), e.value) for name, e in self.expected.items() if name in found
-        }
-        for name, error in errors.items():
-            if not error <= self.expected[name].tolerance:
-                failures.append(f"{name} is off by {error:.2e}, more than {self.expected[name].tolerance:.2e}")
-        if "dq" in found and not self._zero_elsewhere(found["dq"]):
-            failures.append("dq is not zero where the gradient of out is")
-        return CheckResult(errors["out"], tuple(failures))
+            failures, errors = _contract_failures(found, self.example.problem), {"out": math.inf}
+            for name, expected in [] if failures else self.expected.items():
+                if name in found:
+                    errors[name] = error = _error(self._drawn(name, found[name]), expected.value)
+                    if not error <= expected.tolerance:
+                        failures.append(f"{name} is off by {error:.2e}, more than {expected.tolerance:.2e}")
+            if "dq" in errors and not self._zero_elsewhere(found["dq"]):
+                failures.append("dq is not zero where the gradient of out is")
+            return CheckResult(errors["out"], tuple(failures))
 
     def second_call_failures(self, backend: Backend, order: str, run_at_once: RunAtOnce) -> list[str]:
         """Call again on the same tensors with other values; failures where the first result changed or was returned."""
@@ -298,11 +256,11 @@ def _parts(result: object) -> tuple[Tensor, Tensor | None]:
     raise TypeError(f"returned {type(result).__name__}, not out or (out, lse)")
 
 
-def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor, seed: int) -> Tensor | None:
+def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor) -> Tensor | None:
     """Draw a gradient of lse [batch, heads, q_len], zero off the drawn rows and heads; None if lse is not returned."""
     if not problem.return_lse:
         return None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     wide = sum_dtype(problem.dtype)
     drawn = torch.randn(problem.batch, len(heads), len(rows), generator=generator, dtype=wide)
     whole = torch.zeros(problem.batch, problem.heads, problem.q_len, dtype=wide, device=problem.device)
@@ -310,9 +268,9 @@ def _grad_lse(problem: Problem, rows: Tensor, heads: Tensor, seed: int) -> Tenso
     return whole
 
 
-def draw(problem: Problem, seed: int, pairs: int) -> tuple[Tensor, Tensor]:
+def draw(problem: Problem, pairs: int) -> tuple[Tensor, Tensor]:
     """Draw the query rows and heads to compare: all if that is little work, else first, last and some between."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     few = max(1, KEY_BYTES // (problem.batch * problem.k_len * problem.head_dim * 8))
     if pairs < FEW_PAIRS:
         few = min(few, max(FEWEST_HEADS, pairs // (problem.batch * problem.k_len * FEWEST_ROWS)))

@@ -5,39 +5,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 
 import msgspec
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.contract import traces
-from attn_dispatch.machine import load
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.crash_markers import CrashMarker, crash_marker
 from attn_dispatch.store.decision import TIMED, Decision, Row
+from attn_dispatch.store.quarantine import CrashMarker, crash_marker
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device
 from attn_dispatch.tuning.choice import Admitted
-from attn_dispatch.tuning.clocks import (
-    LONGEST_DISTURBED_MS,
-    ONE_TIME_MS,
-    RETAKES,
-    SHORTEST_MS,
-    CudaStopwatch,
-    HostStopwatch,
-    Stopwatch,
-)
-from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Rounds, Steps, ending_on_failure, sampled_in_rounds
+from attn_dispatch.tuning.clocks import ONE_TIME_MS, RETAKES, CudaStopwatch, HostStopwatch, Stopwatch
+from attn_dispatch.tuning.rounds import Around, Rounds, Steps, ending_on_failure, sampled_in_rounds
 
 TARGET = 0.02  #: half-width of a median's interval, as its share, that a race goes on for where nobody waits
-HOPELESS_RATIO = 3.0  #: ratio of a first call to the fastest one, from which a candidate is skipped if time is short
-INCUMBENT_FACTOR = 2.0  #: factor on this for the incumbent
 MAY_WIN_RATIO = 1.5  #: a candidate left out at a lower ratio might still be the fastest
+MAY_WIN_SHORT_RATIO = 3.0  #: the same where its calls are short: one-time work slows them
 LOOK_SHARE = 0.03  #: share of the time of samples that looks at their results may take
 LOOKED_AT = 2**13  #: entries of each tensor, about
 
@@ -52,10 +42,8 @@ class ChangedResult(Exception):
 class Race:
     """One race; all tables are keyed by candidate title.
 
-    `runners` are ordered by preference. `skipped` maps a candidate that is not raced to the ratio of its first call to
-    the fastest one's. `clock` measures the budget, in seconds; `stepped` is whether other code runs between two steps.
-    Candidates whose calls take more than `longest_ms` milliseconds are skipped. One whose results change fails with
-    `ChangedResult`.
+    `runners` are ordered by preference. `clock` measures the budget, in seconds; `stepped` is whether other code
+    runs between two steps. A candidate whose results change fails with `ChangedResult`.
     """
 
     request: Request
@@ -63,87 +51,89 @@ class Race:
     incumbent: str
     clock: Callable[[], float] = time.perf_counter
     stepped: bool = False
-    longest_ms: float = math.inf
     differences: Sequence[float] = ()  #: see `Gate.differences`
-    skipped: dict[str, float] = field(default_factory=dict[str, float])
     rounds: Rounds = field(init=False)
     outcomes: dict[str, choice.Outcome] = field(default_factory=dict[str, choice.Outcome])
     plan_ms: dict[str, float] = field(default_factory=dict[str, float])  #: of a first call in this thread, on CUDA
     stopwatch: Stopwatch | None = None  #: by default the device's, with crash markers and capped memory
     most_rounds: int = 1000
-    _marked: _MarkedStopwatch | None = None
-    _warm: Callable[[], None] | None = None  #: on CUDA
+    _calls: dict[str, _Watched] = field(default_factory=dict[str, "_Watched"])
+    _markers: dict[str, CrashMarker] = field(default_factory=dict[str, CrashMarker])
+    _entered: ExitStack = field(default_factory=ExitStack)
 
     @property
     def problem(self) -> Problem:
         return self.request.problem
 
-    def run(self, call_of: CallOf, remaining_s: float | None, disturbed_s: float | None = None) -> Steps[None]:
-        """Time the candidates round by round, within what remains of the budget (seconds); where a caller waits,
-        `disturbed_s` if that is more and other programs take the cores. With it, and in steps, the race ends once no
-        comparison is open. Where other code runs between two steps, call `pause` before it.
+    def run(self, call_of: CallOf, remaining_s: float, *, brief: bool = False) -> Steps[None]:
+        """Time the candidates round by round, within what remains of the budget (seconds).
+
+        Where other code runs between two steps, call `pause` before it.
 
         Args:
             call_of: makes the call of a candidate that is timed.
+            brief: end once no comparison is open, as also in steps.
         """
-        racing = {name: runner[0] for name, runner in self.runners.items() if name not in self.skipped}
-        if len(racing) == 1 and remaining_s is not None and remaining_s <= 0:
+        if len(self.runners) == 1 and remaining_s <= 0:
             # Nothing to compare with and no budget left: the run that the gate checked is the only sample.
-            (only,) = racing
-            call_ms = self.runners[only][1].call_ms
-            self.rounds = Rounds({only: intervals.Timing((call_ms,), call_ms)}, {}, {}, 0, 0.0)
+            ((only, (_, admitted)),) = self.runners.items()
+            self.rounds = Rounds({only: intervals.Timing((admitted.call_ms,), admitted.call_ms)}, {}, {}, 0, 0.0)
             return
-        guard.end_idle_threads()  # they would occupy cores during the timing
-        calls = {name: _Watched(call_of(candidate), self.differences) for name, candidate in racing.items()}
-        stopwatch, failures = self.stopwatch or self._device_stopwatch(calls), dict[str, Exception]()
+        self._calls = {name: _Watched(call_of(each), self.differences) for name, (each, _) in self.runners.items()}
+        stopwatch = self.stopwatch or stopwatch_of(self.problem.device, self.stepped)
+        around: Around = nullcontext if self.stopwatch is not None else self._guarded
+        failures = dict[str, Exception]()
         try:
-            if self._warm is not None:
-                yield from self._call_untimed(calls, stopwatch, failures)
-                self._warm()
+            if isinstance(stopwatch, CudaStopwatch):
+                # Libraries keep some of what they build for each thread, as cuDNN its plans: that was the guard's.
+                for name, call in self._calls.items():
+                    yield 0.0
+                    with ending_on_failure(name, failures, around):
+                        self.plan_ms[name] = stopwatch.mean_ms(call)
+                stopwatch.warm()
             rounds = yield from sampled_in_rounds(
-                {name: call for name, call in calls.items() if name not in failures},
+                {name: call for name, call in self._calls.items() if name not in failures},
                 budget_s=remaining_s,
-                disturbed_budget_s=disturbed_s,
-                short_of_rounds=self._warm is None and self.stopwatch is None,
+                short_of_rounds=isinstance(stopwatch, HostStopwatch),
                 max_rounds=self.most_rounds,
                 clock=self.clock,
                 stopwatch=stopwatch,
+                around=around,
                 incumbents=(self.incumbent,),
-                first_ms={name: self.runners[name][1].call_ms for name in calls},
-                extra_ms={name: self._plan_share_ms(name) for name in calls},
-                target=TARGET if disturbed_s is None and not self.stepped else math.inf,
+                first_ms={name: admitted.call_ms for name, (_, admitted) in self.runners.items()},
+                extra_ms={name: self._plan_share_ms(name) for name in self.runners},
+                target=math.inf if brief or self.stepped else TARGET,
             )
             self.rounds = replace(rounds, failures=failures | rounds.failures)
         finally:
             self.pause()
+            self._calls.clear()  # they hold the example
 
-    def _device_stopwatch(self, calls: Mapping[str, Callable[[], object]]) -> Stopwatch:
-        candidates = {call: self.runners[name][0] for name, call in calls.items()}
-        stopwatch = stopwatch_of(self.problem.device, self.stepped)
-        self._warm = stopwatch.warm if isinstance(stopwatch, CudaStopwatch) else None
-        self._marked = _MarkedStopwatch(stopwatch, self.request, candidates)
-        return self._marked
-
-    def _call_untimed(
-        self, calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, failures: dict[str, Exception]
-    ) -> Steps[None]:
-        """Call every candidate once, and note the milliseconds: those of a first call where no plan was kept.
-
-        Libraries keep some of what they build for each thread, as cuDNN keeps its plans: it was built in the guard's.
-        """
-        for name, call in calls.items():
-            yield 0.0
-            with ending_on_failure(name, failures):
-                self.plan_ms[name] = stopwatch.mean_ms(call)
+    @contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        """A sample of a candidate: with memory capped, beside a crash marker; then its results are looked at."""
+        candidate, problem, start_s = self.runners[name][0], self.problem, time.perf_counter()
+        if not self._markers:
+            self._entered.enter_context(guard.capped(problem.device))
+        if name not in self._markers:
+            names = self.request.silicon, candidate.name, candidate.version, candidate.problem_title(problem)
+            self._markers[name] = self._entered.enter_context(crash_marker(cache_folder(), *names))
+        self._markers[name].resume()
+        try:
+            with ending_on_lost_device(candidate, problem, self.request.address):
+                yield
+        finally:
+            self._markers[name].pause()
+        self._calls[name].look(time.perf_counter() - start_s)
 
     def pause(self) -> None:
         """Lift the limit of memory and remove the crash markers until the next sample."""
-        if self._marked is not None:
-            self._marked.pause()
+        self._markers.clear()
+        self._entered.close()
 
     def remove(self, name: str) -> None:
         """Take a candidate out of the choice: it was timed, and its results proved wrong."""
-        for table in (self.runners, self.skipped, self.outcomes, self.rounds.timings, self.rounds.failures):
+        for table in (self.runners, self.outcomes, self.rounds.timings, self.rounds.failures):
             table.pop(name, None)
 
     def choose(self) -> str | None:
@@ -153,9 +143,7 @@ class Race:
             return None
         entrants = [self._entrant(name, rank) for rank, name in enumerate(timed)]
         first = self.incumbent if self.incumbent in timed else None
-        chosen, self.outcomes = choice.choose(
-            entrants, first, calls=_expected_calls(), disturbed=self.rounds.load.disturbed
-        )
+        chosen, self.outcomes = choice.choose(entrants, first, calls=expected_calls())
         return chosen
 
     @property
@@ -168,8 +156,8 @@ class Race:
         if self.rounds.load.disturbed:
             return "other programs took the cores while it was measured"
         unclear = [name for name, outcome in self.outcomes.items() if outcome.open]
-        dropped = {**self.left_out(), **self.rounds.dropped}
-        unclear += [name for name, ratio in dropped.items() if name not in unclear and self._may_win(name, ratio)]
+        dropped = {name for name, ratio in self.rounds.dropped.items() if self._may_win(name, ratio)}
+        unclear += sorted(dropped - set(unclear))
         return f"too few rounds to compare it with {', '.join(unclear)}" if unclear else ""
 
     def row(self, candidate: Candidate) -> Row | None:
@@ -179,10 +167,9 @@ class Race:
             return candidate.measured_row("failed", one_line(self.rounds.failures[name]))
         if name in self.outcomes:
             return self._timed_row(candidate, self.outcomes[name])
-        ratio = self.left_out().get(name)
-        if ratio is None:
+        if name not in self.rounds.short_of_time or name not in self.runners:
             return None
-        admitted = self.runners[name][1]
+        ratio, admitted = self.rounds.dropped[name], self.runners[name][1]
         return candidate.measured_row(
             "not_measured",
             f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
@@ -213,7 +200,7 @@ class Race:
         if row.status not in TIMED or row.low_ms is None:
             return row
         status = "slower" if row.low_ms > self.rounds.timings[chosen.title].high_ms else "tie"
-        relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high", "break_even"))
+        relative = dict.fromkeys(("ratio", "ratio_low", "ratio_high"))
         return msgspec.structs.replace(row, status=status, open=False, **relative)
 
     def _may_win(self, name: str, ratio: float) -> bool:
@@ -221,15 +208,14 @@ class Race:
         if name not in self.runners:
             return False  # its results proved wrong
         short = self.runners[name][1].call_ms <= ONE_TIME_MS
-        return ratio < (HOPELESS_RATIO if short else MAY_WIN_RATIO)
+        return ratio < (MAY_WIN_SHORT_RATIO if short else MAY_WIN_RATIO)
 
     def _timed_row(self, candidate: Candidate, outcome: choice.Outcome) -> Row:
         timing, admitted = self.rounds.timings[candidate.title], self.runners[candidate.title][1]
-        if self.rounds.load.disturbed:  # what is stored is what the machine can do when left alone
-            timing = timing.undisturbed()
+        may_win = self._may_win(candidate.title, self.rounds.dropped.get(candidate.title, math.inf))
+        disturbed = self.rounds.load.disturbed and outcome.status != "chosen"
         return candidate.measured_row(
-            outcome.status,
-            outcome.reason,
+            **(asdict(outcome) | {"open": outcome.open or may_win or disturbed}),
             median_ms=timing.median_ms,
             low_ms=timing.low_ms,
             high_ms=timing.high_ms,
@@ -237,21 +223,10 @@ class Race:
             first_ms=admitted.first_ms,
             device_ms=timing.device_ms,
             host_ms=timing.host_ms,
-            cold_ms=timing.cold_ms,
             rounds=len(timing.samples_ms),
-            ratio=outcome.ratio,
-            ratio_low=outcome.ratio_low,
-            ratio_high=outcome.ratio_high,
-            break_even=outcome.break_even,
-            open=outcome.open or self._may_win(candidate.title, self.rounds.dropped.get(candidate.title, math.inf)),
             peak_bytes=admitted.peak_bytes,
             error=admitted.error,
         )
-
-    def left_out(self) -> dict[str, float]:
-        """Candidates timed by a first call only, with its ratio to the fastest one's."""
-        short = {name: self.rounds.dropped[name] for name in self.rounds.short_of_time if name in self.runners}
-        return {**self.skipped, **short}
 
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         candidate, timing = self.runners[name][0], self.rounds.timings[name]
@@ -266,32 +241,10 @@ class Race:
             dropped=self.rounds.dropped.get(name),
         )
 
-    def skip_slowest(self, remaining_s: float | None) -> None:
-        """Skip candidates that are hopeless by their first calls, where the budget is short of rounds, or too long.
-
-        Nothing is skipped on CUDA, where planning in the first call may take a hundred times as long as a call, nor by
-        times of short calls, which one-time work or, on a busy machine, preemption may have made.
-        """
-        if remaining_s is None or self.problem.device.type == "cuda":
-            return
-        times = {name: admitted.call_ms for name, (_, admitted) in self.runners.items()}
-        least = min(times.values())
-        if least <= 0:
-            return  # the clock is too coarse to show a call
-        doubtful_ms = ONE_TIME_MS if load.is_calm() else LONGEST_DISTURBED_MS
-        for name in sorted(times, key=lambda name: -times[name]):
-            rounds, ratio = remaining_s * 1e3 / sum(times.values()), times[name] / least
-            factor = 1.0 if name != self.incumbent else INCUMBENT_FACTOR
-            hopeless = rounds < ENOUGH_ROUNDS and ratio >= factor * HOPELESS_RATIO
-            too_long = times[name] > self.longest_ms and name != self.incumbent
-            if not (hopeless or too_long) or times[name] <= doubtful_ms:
-                return
-            self.skipped[name] = times.pop(name) / least
-
     def _plan_share_ms(self, name: str) -> float:
         """A call's share of the first call's extra milliseconds, as known before the race."""
         admitted = self.runners[name][1]
-        return choice.per_call_ms(self._first_ms(name) - admitted.call_ms, _expected_calls())
+        return choice.per_call_ms(self._first_ms(name) - admitted.call_ms, expected_calls())
 
     def _first_ms(self, name: str) -> float:
         """Milliseconds of a first call, without what a process does once, such as loading a library."""
@@ -305,12 +258,7 @@ def stopwatch_of(device: torch.device, stepped: bool) -> Stopwatch:
     """The stopwatch of a race on a device; `stepped` as of `Race`."""
     if device.type == "cuda":
         return CudaStopwatch(device, warms=not stepped)
-    return HostStopwatch(
-        reading=Load.so_far,
-        caller_clock=load.caller_s,
-        threads=torch.get_num_threads(),
-        retakes=0 if stepped else RETAKES,  # a step is one sample
-    )
+    return HostStopwatch(reading=Load.so_far, retakes=0 if stepped else RETAKES)  # a step is one sample
 
 
 @dataclass(eq=False)
@@ -346,65 +294,3 @@ def _part(x: Tensor) -> Tensor:
     """About `LOOKED_AT` entries of a tensor, evenly spaced along its longest axis."""
     axis = max(range(x.ndim), key=lambda each: x.shape[each])
     return x.transpose(0, axis)[:: -(-x.numel() // LOOKED_AT)]
-
-
-@dataclass
-class _MarkedStopwatch:
-    """A stopwatch that caps memory, and has a crash marker for each call that is paused but while it is sampled."""
-
-    stopwatch: Stopwatch
-    request: Request
-    candidates: Mapping[Callable[[], object], Candidate]
-    markers: dict[Callable[[], object], CrashMarker] = field(default_factory=dict[Callable[[], object], CrashMarker])
-    entered: ExitStack = field(default_factory=ExitStack)
-
-    @property
-    def load(self) -> Load:
-        return self.stopwatch.load
-
-    @property
-    def shortest_ms(self) -> float:
-        return getattr(self.stopwatch, "shortest_ms", SHORTEST_MS)
-
-    def mean_ms(self, call: Callable[[], object], repeats: int = 1) -> float:
-        with self._marked(call):
-            found_ms = self.stopwatch.mean_ms(call, repeats)
-        if isinstance(call, _Watched):
-            call.look(found_ms * repeats / 1e3)
-        return found_ms
-
-    def device_ms(self, call: Callable[[], object]) -> float | None:
-        return self.stopwatch.device_ms(call)
-
-    def host_ms(self, call: Callable[[], object]) -> float | None:
-        return self.stopwatch.host_ms(call)
-
-    def cold_ms(self, call: Callable[[], object]) -> float | None:
-        with self._marked(call):
-            return self.stopwatch.cold_ms(call)
-
-    def pause(self) -> None:
-        """Lift the cap and remove the markers until the next sample."""
-        self.markers.clear()
-        self.entered.close()
-
-    @contextmanager
-    def _marked(self, call: Callable[[], object]) -> Iterator[None]:
-        candidate, problem = self.candidates[call], self.request.problem
-        if not self.markers:
-            self.entered.enter_context(guard.capped(problem.device))
-        marker = self.markers.get(call)
-        if marker is None:
-            names = self.request.silicon, candidate.name, candidate.version, candidate.problem_title(problem)
-            marker = self.markers[call] = self.entered.enter_context(crash_marker(cache_folder(), *names))
-        marker.resume()
-        try:
-            with ending_on_lost_device(candidate, problem, self.request.address):
-                yield
-        finally:
-            marker.pause()
-
-
-def _expected_calls() -> int:
-    """`settings.expected_calls` as an integer; infinity becomes 10**15."""
-    return int(min(expected_calls(), 1e15))

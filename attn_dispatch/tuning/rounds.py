@@ -3,9 +3,6 @@
 Independent of attention. Hopeless candidates are dropped early (successive halving: Jamieson & Talwalkar 2016) and
 surely beaten ones run no further (Hoeffding races: Maron & Moore 1994; F-Race: Birattari et al. 2002). The test is a
 sign-test interval of paired ratios, see :mod:`attn_dispatch.tuning.intervals`.
-
-Where other programs take cores from the race, paired ratios say little. Then the fastest samples of each candidate are
-compared, and only those far slower are retired.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
@@ -24,9 +21,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 from attn_dispatch.errors import RankLost
 from attn_dispatch.log import logger
 from attn_dispatch.machine.load import NO_LOAD, Load
-from attn_dispatch.tuning.clocks import LONGEST_DISTURBED_MS, ONE_TIME_MS, HostStopwatch, Stopwatch, calibrate
+from attn_dispatch.tuning.clocks import ONE_TIME_MS, HostStopwatch, Stopwatch, calibrate
 from attn_dispatch.tuning.guard import DeviceLost
-from attn_dispatch.tuning.intervals import MARGIN, Timing, median_interval, ratio_test, safe_ratio
+from attn_dispatch.tuning.intervals import MARGIN, RatioTest, Timing, median_interval, ratio_test, safe_ratio
 
 FINE_ROUNDS = 24  #: rounds after which medians are precise enough and only open comparisons ask for more
 #: {rounds: seconds}: from these rounds on, a race ends once it has taken these seconds, whatever its budget.
@@ -35,18 +32,16 @@ TIME_LIMITS_S = {FINE_ROUNDS: 10.0, 300: 0.5}
 DOUBT_FACTOR = 4.0
 # Where the budget is short of rounds, the slowest by the first two calls are dropped.
 ENOUGH_ROUNDS = 10  #: rounds that separate candidates whose times differ by more than a tenth
-FEW_ROUNDS = 4  #: rounds below which closer candidates are dropped too, see `NEAR_RATIO`
-FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer than `ENOUGH_ROUNDS` fit
-NEAR_RATIO = 1.15  #: the same where fewer than `FEW_ROUNDS` fit
-FAR_SLOWER = 1.5  #: ratio of the fastest samples from which a candidate is retired from a disturbed race
-SAME = 0.05  #: share by which a candidate's fastest samples differ at most once more of them add nothing
+FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer fit
 SAID_AFTER_S = 5.0  #: seconds after which a trial that a caller waits for says so
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
-_EXTRA_SAMPLES = 5
 
 T = TypeVar("T")
+Call = Callable[[], object]
 #: Work in steps: yields, before each one, the seconds that it is expected to take; 0 where they are unknown or few.
 Steps: TypeAlias = Generator[float, None, T]
+#: What surrounds each sample of a candidate, by its name.
+Around = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Rounds:
     load: Load = NO_LOAD
 
 
-def time_in_rounds(calls: Mapping[str, Callable[[], object]], **options: Any) -> Rounds:
+def time_in_rounds(calls: Mapping[str, Call], **options: Any) -> Rounds:
     """All of :func:`sampled_in_rounds` at once; same arguments and errors."""
     return exhausted(sampled_in_rounds(calls, **options))
 
@@ -95,10 +90,9 @@ def warned_if_long(what: object, seconds: float) -> bool:
 
 
 def sampled_in_rounds(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[str, Call],
     *,
     budget_s: float | None,
-    disturbed_budget_s: float | None = None,
     short_of_rounds: bool = False,
     min_rounds: int = 5,
     max_rounds: int = 1000,
@@ -108,6 +102,7 @@ def sampled_in_rounds(
     resolution: float = 0.005,
     clock: Callable[[], float] = time.perf_counter,
     stopwatch: Stopwatch | None = None,
+    around: Around = nullcontext,
     seed: int = 0,
     incumbents: Collection[str] = (),
     first_ms: Mapping[str, float] | None = None,
@@ -117,30 +112,26 @@ def sampled_in_rounds(
 
     Yields, before each candidate's sample, the seconds that it is expected to take.
 
-    First calls: each call runs once in the given order, unless ``first_ms`` already has its milliseconds.
-
-    Round 0 warms up. It finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). Then every
-    candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a disturbed
-    race, only past four times that. Both of a candidate's runs must exceed the ratio; where the first may have built
-    something, it runs once more. Round 0 runs whatever the budget, but once the budget is used up, candidates that were
-    hopeless by a first call longer than one-time work (:data:`ONE_TIME_MS`) are dropped without another.
+    Round 0 finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). It runs whatever the
+    budget; but where that is used up, what was hopeless by a long first call is dropped without another. Then
+    every candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a
+    disturbed race, only past four times that. Both of its runs must exceed the ratio.
 
     From ``min_rounds`` on, at growing distances, the comparisons are tested. A candidate is retired where another one
     surely beats it by more than ``margin``, or where it surely does not beat the incumbent by that much; its samples
     stay. The incumbent is retired once all others left surely beat it. The race ends when no comparison left is open
-    (one known to within ``resolution`` is closed, see :func:`~attn_dispatch.tuning.intervals.ratio_test`) and either
-    the 95 % interval of every median has a half-width below ``target`` of it or 24 rounds have passed. It ends earlier
-    where the next round would exceed ``budget_s`` seconds (None: no limit), at ``max_rounds``, past 24 rounds after 10
-    seconds and past 300 after half a second (:data:`TIME_LIMITS_S`).
+    (:func:`~attn_dispatch.tuning.intervals.ratio_test`) and either the 95 % interval of every median has a
+    half-width below ``target`` of it or 24 rounds have passed; earlier where the next round would exceed
+    ``budget_s`` seconds (None: no limit), at ``max_rounds`` and by :data:`TIME_LIMITS_S`.
 
     Args:
         calls: the candidates by name.
-        disturbed_budget_s: the budget if that is more, and other programs take the cores.
-        short_of_rounds: whether to drop the slowest by two calls where the budget is short of rounds, so that the close
-            ones get enough.
+        short_of_rounds: whether to drop the slowest by one or two calls where the budget is short of rounds, so
+            that the close ones get enough.
+        first_ms: milliseconds of first calls that were made; others are made first, in the given order.
         extra_ms: milliseconds added to a candidate's samples in comparisons only, such as its share of its first call.
-        stopwatch: takes the samples; by default ``clock`` (seconds), with the garbage collector off. At the end it may
-            add ``device_ms``, ``host_ms`` and ``cold_ms`` of candidates that were never retired.
+        stopwatch: takes the samples; by default ``clock`` (seconds), with the garbage collector off.
+        around: entered around each sample; what it raises ends the candidate.
         clock: measures the budget, in seconds. The same clock, calls and ``seed`` give the same result.
 
     An :class:`Exception` of a call ends that candidate only; DeviceLost, and others such as KeyboardInterrupt,
@@ -149,21 +140,22 @@ def sampled_in_rounds(
     start_s = clock()
     timer = _RoundTimer(
         stopwatch=stopwatch or HostStopwatch(clock),
+        around=around,
         clock=clock,
         end_s=start_s + (math.inf if budget_s is None else budget_s),
-        disturbed_end_s=start_s + (disturbed_budget_s or 0.0),
+        short_of_rounds=short_of_rounds,
         hopeless=math.inf if hopeless is None else hopeless,
-        rules=_Rules(margin, resolution, target, frozenset(incumbents), extra_ms or {}),
+        test=partial(ratio_test, margin=margin, resolution=resolution),
+        target=target,
+        incumbents=frozenset(incumbents),
+        extra_ms=extra_ms or {},
         order=random.Random(seed),
     )
     timer.run_first_calls(calls, first_ms or {})
     yield from timer.run_warm_round()
     timer.drop_hopeless()
-    if short_of_rounds:
-        timer.drop_slowest()
+    timer.drop_slowest()
     yield from timer.run_rounds(min_rounds, max_rounds, start_s)
-    yield from timer.sample_host_and_cold_ms()
-    retired = frozenset(timer.retired)
     return Rounds(
         timer.timings(),
         timer.failures,
@@ -171,29 +163,168 @@ def sampled_in_rounds(
         timer.rounds,
         clock() - start_s,
         timer.short_of_time,
-        retired,
+        frozenset(timer.retired),
         timer.stopwatch.load,
     )
 
 
-@dataclass(frozen=True)
-class _Rules:
-    margin: float
-    resolution: float
+@dataclass
+class _Timed:
+    call: Call
+    first_ms: float
+    repeats: int = 1
+    samples_ms: list[float] = field(default_factory=list[float])
+
+    @property
+    def sample_s(self) -> float:
+        """Expected seconds of the next sample: the low median of the last five, robust to a disturbed one."""
+        return statistics.median_low(self.samples_ms[-5:] or [self.first_ms]) * self.repeats / 1e3
+
+    @property
+    def least_ms(self) -> float:
+        return min([self.first_ms, *self.samples_ms])
+
+
+@dataclass
+class _RoundTimer:
+    stopwatch: Stopwatch
+    around: Around
+    clock: Callable[[], float]
+    end_s: float
+    short_of_rounds: bool
+    hopeless: float
+    test: Callable[[Timing, Timing], RatioTest]
     target: float
     incumbents: frozenset[str]
     extra_ms: Mapping[str, float]
+    order: random.Random
+    candidates: dict[str, _Timed] = field(default_factory=dict[str, _Timed])
+    failures: dict[str, Exception] = field(default_factory=dict[str, Exception])
+    dropped: dict[str, float] = field(default_factory=dict[str, float])
+    retired: set[str] = field(default_factory=set[str])
+    short_of_time: frozenset[str] = frozenset()
+    rounds: int = 0
 
-    def cost(self, name: str, sample_ms: float) -> float:
-        return sample_ms + self.extra_ms.get(name, 0.0)
+    def run_first_calls(self, calls: Mapping[str, Call], known_ms: Mapping[str, float]) -> None:
+        for name, call in calls.items():
+            with self._trying(name):
+                first_ms = known_ms[name] if name in known_ms else self.stopwatch.mean_ms(call)
+                self.candidates[name] = _Timed(call, first_ms)
 
-    def costs(self, name: str, timing: Timing) -> Timing:
-        return timing.plus(self.extra_ms.get(name, 0.0))
+    def run_warm_round(self) -> Steps[None]:
+        hopeless = self._hopeless({name: each.first_ms for name, each in self.candidates.items()})
+        for name, each in self._shuffled():
+            over = self.clock() >= self.end_s
+            late = name in hopeless and (over or self._rounds_left() < ENOUGH_ROUNDS)
+            if late and each.first_ms > ONE_TIME_MS:
+                each.samples_ms.append(each.first_ms)
+                self.dropped[name] = hopeless[name]
+                continue
+            yield each.first_ms / 1e3
+            with self._trying(name):
+                if late and over:
+                    sample_ms = self.stopwatch.mean_ms(each.call)
+                else:
+                    each.repeats, sample_ms = calibrate(self.stopwatch, each.call)
+                each.samples_ms.append(sample_ms)
+        self.short_of_time = frozenset(self.dropped)
 
-    def test_comparisons(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
+    def drop_hopeless(self) -> None:
+        """Drop hopeless candidates by the better of two runs: a single one may have been disturbed."""
+        least_ms = {name: each.least_ms for name, each in self.running().items()}
+        for name in self._hopeless(least_ms):
+            each = self.candidates[name]
+            if each.first_ms > 2 * each.samples_ms[0] and self.clock() < self.end_s:
+                with self._trying(name):
+                    least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(each.call, each.repeats))
+        running = self.running().keys()
+        self.dropped |= self._hopeless({name: ms for name, ms in least_ms.items() if name in running})
+        self.rounds += bool(self.running())
+
+    def drop_slowest(self) -> None:
+        """Drop the slowest candidates where the budget is short of rounds; none by disturbed samples."""
+        least_ms = {name: each.least_ms for name, each in self.running().items()}
+        fastest_ms = min(least_ms.values(), default=0.0)
+        for name in [] if self._disturbed else sorted(least_ms, key=lambda name: -least_ms[name]):
+            ratio = safe_ratio(least_ms[name], fastest_ms)
+            if self._rounds_left() >= ENOUGH_ROUNDS or ratio < FAR_RATIO:
+                return
+            self.dropped[name] = ratio
+
+    def run_rounds(self, min_rounds: int, max_rounds: int, start_s: float) -> Steps[None]:
+        next_look = min_rounds
+        while self.rounds < max_rounds and self.running():
+            if self.rounds >= next_look:
+                if self._settled():
+                    break
+                next_look = math.ceil(self.rounds * _LOOKS_GROW)
+            limit_s = min((most for rounds, most in TIME_LIMITS_S.items() if self.rounds >= rounds), default=math.inf)
+            if self.clock() - start_s >= limit_s or self._round_s() > self._left_s():
+                break
+            for name, each in self._shuffled():
+                yield each.sample_s
+                with self._trying(name):
+                    each.samples_ms.append(self.stopwatch.mean_ms(each.call, each.repeats))
+            self.rounds += bool(self.running())
+
+    def running(self) -> dict[str, _Timed]:
+        out = self.failures.keys() | self.dropped.keys() | self.retired
+        return {name: each for name, each in self.candidates.items() if name not in out}
+
+    def timings(self) -> dict[str, Timing]:
+        """The timing of each candidate that did not fail; with a device's times where it was never retired."""
+        running, found = self.running(), dict[str, Timing]()
+        for name, each in self.candidates.items():
+            if name not in self.failures:
+                watch = self.stopwatch if name in running else Stopwatch()
+                samples = tuple(each.samples_ms)
+                found[name] = Timing(samples, each.first_ms, watch.host_ms(each.call), watch.device_ms(each.call))
+        return found
+
+    @property
+    def _disturbed(self) -> bool:
+        return self.stopwatch.load.disturbed
+
+    def _left_s(self) -> float:
+        return self.end_s - self.clock()
+
+    def _round_s(self) -> float:
+        return sum(each.sample_s for each in self.running().values())
+
+    def _rounds_left(self) -> float:
+        """Rounds that the budget suffices for; infinity where nothing is dropped for lack of them."""
+        return safe_ratio(self._left_s(), self._round_s()) if self.short_of_rounds else math.inf
+
+    def _shuffled(self) -> list[tuple[str, _Timed]]:
+        running = list(self.running().items())
+        self.order.shuffle(running)
+        return running
+
+    def _hopeless(self, times_ms: Mapping[str, float]) -> dict[str, float]:
+        """The ratios to the fastest of the candidates that are hopeless by these times."""
+        costs_ms = {name: time_ms + self.extra_ms.get(name, 0.0) for name, time_ms in times_ms.items()}
+        fastest_ms, found = min(costs_ms.values(), default=0.0), dict[str, float]()
+        for name, cost_ms in costs_ms.items():
+            ratio, doubtful = safe_ratio(cost_ms, fastest_ms), self._disturbed or name in self.incumbents
+            if ratio > self.hopeless * (DOUBT_FACTOR if doubtful else 1.0):
+                found[name] = ratio
+        return found
+
+    def _settled(self) -> bool:
+        """Retire candidates; whether no comparison among the others needs another round."""
+        timings = {name: Timing(tuple(each.samples_ms), each.first_ms) for name, each in self.running().items()}
+        costs = {name: timing.plus(self.extra_ms.get(name, 0.0)) for name, timing in timings.items()}
+        out, is_open = self._compared(costs)
+        self.retired |= out
+        fine = all(
+            median_interval(timings[name].samples_ms).half_width < self.target * timings[name].median_ms
+            for name in timings.keys() - out
+        )
+        return not is_open and (self.rounds >= FINE_ROUNDS or fine)
+
+    def _compared(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
         """The candidates to retire, and whether any comparison among the others is still open."""
-        test = partial(ratio_test, margin=self.margin, resolution=self.resolution)
-        seen = {(a, b): test(timings[a], timings[b]) for a in timings for b in timings if a != b}
+        seen = {(a, b): self.test(timings[a], timings[b]) for a in timings for b in timings if a != b}
         # "Surely faster" need not be transitive: the candidate of the least median stays in any case.
         least = min(timings, key=lambda name: timings[name].median_ms, default="")
         free = timings.keys() - self.incumbents
@@ -206,183 +337,16 @@ class _Rules:
             out |= {name for name in incumbents if all(seen[rival, name] == "faster" for rival in remaining)}
         return out, any(seen[a, b] == "open" for a in remaining for b in (remaining | incumbents) - {a})
 
-    def test_fastest(self, timings: Mapping[str, Timing]) -> tuple[set[str], bool]:
-        """Like `test_comparisons`, of a disturbed race: by each candidate's fastest samples."""
-        fastest = {name: timing.undisturbed() for name, timing in timings.items()}
-        least_ms = min((each.median_ms for each in fastest.values()), default=0.0)
-        out = {name for name, each in fastest.items() if each.median_ms > FAR_SLOWER * least_ms}
-        known = (max(each.samples_ms) <= (1 + SAME) * min(each.samples_ms) for each in fastest.values())
-        return out, not all(known)
-
-    def fine(self, timings: Mapping[str, Timing]) -> bool:
-        return all(median_interval(x.samples_ms).half_width < self.target * x.median_ms for x in timings.values())
-
-
-@dataclass
-class _Timed:
-    call: Callable[[], object]
-    first_ms: float
-    repeats: int = 1
-    samples_ms: list[float] = field(default_factory=list[float])
-    device_ms: float | None = None
-    host_ms: float | None = None
-    cold_ms: float | None = None
-
-    def timing(self) -> Timing:
-        return Timing(tuple(self.samples_ms), self.first_ms, self.host_ms, self.cold_ms, self.device_ms)
-
-    def sample_s(self) -> float:
-        """Expected seconds of the next sample: the low median of the last five, robust to a disturbed one."""
-        return statistics.median_low(self.samples_ms[-5:]) * self.repeats / 1e3
-
-
-@dataclass
-class _RoundTimer:
-    stopwatch: Stopwatch
-    clock: Callable[[], float]
-    end_s: float
-    disturbed_end_s: float
-    hopeless: float
-    rules: _Rules
-    order: random.Random
-    candidates: dict[str, _Timed] = field(default_factory=dict[str, _Timed])
-    failures: dict[str, Exception] = field(default_factory=dict[str, Exception])
-    dropped: dict[str, float] = field(default_factory=dict[str, float])
-    retired: set[str] = field(default_factory=set[str])
-    short_of_time: frozenset[str] = frozenset()
-    rounds: int = 0
-
-    def run_first_calls(self, calls: Mapping[str, Callable[[], object]], known_ms: Mapping[str, float]) -> None:
-        for name, call in calls.items():
-            with self._ending_on_failure(name):
-                first_ms = known_ms[name] if name in known_ms else self.stopwatch.mean_ms(call)
-                self.candidates[name] = _Timed(call, first_ms)
-
-    def run_warm_round(self) -> Steps[None]:
-        hopeless = self._hopeless_among({name: candidate.first_ms for name, candidate in self.candidates.items()})
-        for name, candidate in self._shuffled():
-            late = name in hopeless and self.clock() >= self.end_s
-            if late and candidate.first_ms > ONE_TIME_MS:
-                candidate.samples_ms.append(candidate.first_ms)
-                self.dropped[name] = hopeless[name]
-                continue
-            yield candidate.first_ms / 1e3
-            with self._ending_on_failure(name):
-                if late:
-                    sample_ms = self.stopwatch.mean_ms(candidate.call)
-                else:
-                    candidate.repeats, sample_ms = calibrate(self.stopwatch, candidate.call)
-                candidate.samples_ms.append(sample_ms)
-        self.short_of_time = frozenset(self.dropped)
-
-    def drop_hopeless(self) -> None:
-        """Drop hopeless candidates by the better of two runs: a single one may have been disturbed."""
-        least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
-        for name in self._hopeless_among(least_ms):
-            candidate = self.candidates[name]
-            first_call_was_slow = candidate.first_ms > 2 * candidate.samples_ms[0]
-            if first_call_was_slow and self.clock() < self.end_s:
-                with self._ending_on_failure(name):
-                    least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(candidate.call, candidate.repeats))
-        running = self.running().keys()
-        self.dropped |= self._hopeless_among({name: ms for name, ms in least_ms.items() if name in running})
-        self.rounds += bool(self.running())
-
-    def drop_slowest(self) -> None:
-        """Drop the slowest candidates where the budget is short of rounds; none by disturbed samples."""
-        if self.stopwatch.load.disturbed:
-            return
-        least_ms = {name: min(each.samples_ms[0], each.first_ms) for name, each in self.running().items()}
-        fastest_ms = min(least_ms.values(), default=0.0)
-        for name in sorted(least_ms, key=lambda name: -least_ms[name]):
-            round_s = sum(each.sample_s() for each in self.running().values())
-            rounds, ratio = safe_ratio(self._left_s(), round_s), safe_ratio(least_ms[name], fastest_ms)
-            if rounds >= ENOUGH_ROUNDS or ratio < NEAR_RATIO or (rounds >= FEW_ROUNDS and ratio < FAR_RATIO):
-                return
-            if name in self.rules.incumbents and ratio < FAR_RATIO:
-                continue
-            self.dropped[name] = ratio
-            if ratio < FAR_RATIO:
-                self.short_of_time |= {name}
-
-    def _left_s(self) -> float:
-        end_s = max(self.end_s, self.disturbed_end_s) if self.stopwatch.load.disturbed else self.end_s
-        return end_s - self.clock()
-
-    def run_rounds(self, min_rounds: int, max_rounds: int, start_s: float) -> Steps[None]:
-        next_look = min_rounds
-        while self.rounds < max_rounds and self.running():
-            if self.rounds >= next_look:
-                if self._settled():
-                    break
-                next_look = math.ceil(self.rounds * _LOOKS_GROW)
-            limit_s = min((most for rounds, most in TIME_LIMITS_S.items() if self.rounds >= rounds), default=math.inf)
-            round_s = sum(candidate.sample_s() for candidate in self.running().values())
-            if self.clock() - start_s >= limit_s or round_s > self._left_s():
-                break
-            for name, candidate in self._shuffled():
-                yield candidate.sample_s()
-                with self._ending_on_failure(name):
-                    candidate.samples_ms.append(self.stopwatch.mean_ms(candidate.call, candidate.repeats))
-            self.rounds += bool(self.running())
-
-    def sample_host_and_cold_ms(self) -> Steps[None]:
-        for name, candidate in self.running().items():
-            samples: list[float] = []
-            candidate.device_ms = self.stopwatch.device_ms(candidate.call)
-            candidate.host_ms = self.stopwatch.host_ms(candidate.call)
-            while len(samples) < _EXTRA_SAMPLES and self.clock() + candidate.sample_s() <= self.end_s:
-                yield candidate.sample_s()
-                sample_ms = None
-                with self._ending_on_failure(name):
-                    sample_ms = self.stopwatch.cold_ms(candidate.call)
-                if sample_ms is None:
-                    break
-                samples.append(sample_ms)
-            candidate.cold_ms = statistics.median(samples) if samples else None
-
-    def running(self) -> dict[str, _Timed]:
-        out = self.failures.keys() | self.dropped.keys() | self.retired
-        return {name: candidate for name, candidate in self.candidates.items() if name not in out}
-
-    def _settled(self) -> bool:
-        costs = {name: self.rules.costs(name, candidate.timing()) for name, candidate in self.running().items()}
-        disturbed = self.stopwatch.load.disturbed
-        out, is_open = self.rules.test_fastest(costs) if disturbed else self.rules.test_comparisons(costs)
-        self.retired |= out
-        if disturbed:
-            return not is_open and self.rounds >= FINE_ROUNDS
-        timings = {name: candidate.timing() for name, candidate in self.running().items()}
-        return not is_open and (self.rounds >= FINE_ROUNDS or self.rules.fine(timings))
-
-    def timings(self) -> dict[str, Timing]:
-        return {name: each.timing() for name, each in self.candidates.items() if name not in self.failures}
-
-    def _shuffled(self) -> list[tuple[str, _Timed]]:
-        running = list(self.running().items())
-        self.order.shuffle(running)
-        return running
-
-    def _hopeless_among(self, times_ms: Mapping[str, float]) -> dict[str, float]:
-        costs_ms = {name: self.rules.cost(name, time_ms) for name, time_ms in times_ms.items()}
-        fastest_ms = min(costs_ms.values(), default=0.0)
-        ratios = {name: safe_ratio(cost, fastest_ms) for name, cost in costs_ms.items()}
-        disturbed = self.stopwatch.load.disturbed
-        doubtful = ratios.keys() if disturbed else self.rules.incumbents
-        most = {name: self.hopeless * (DOUBT_FACTOR if name in doubtful else 1.0) for name in ratios}
-        if disturbed:  # preemption may make any time of a short call
-            most |= {name: math.inf for name, time_ms in times_ms.items() if time_ms <= LONGEST_DISTURBED_MS}
-        return {name: ratio for name, ratio in ratios.items() if ratio > most[name]}
-
-    def _ending_on_failure(self, name: str) -> AbstractContextManager[None]:
-        return ending_on_failure(name, self.failures)
+    def _trying(self, name: str) -> AbstractContextManager[None]:
+        return ending_on_failure(name, self.failures, self.around)
 
 
 @contextmanager
-def ending_on_failure(name: str, failures: dict[str, Exception]) -> Iterator[None]:
-    """Note a candidate's exception under its name. DeviceLost and RankLost propagate."""
+def ending_on_failure(name: str, failures: dict[str, Exception], around: Around = nullcontext) -> Iterator[None]:
+    """Note a candidate's exception under its name, also one of `around`. DeviceLost and RankLost propagate."""
     try:
-        yield
+        with around(name):
+            yield
     except (DeviceLost, RankLost):  # no other candidate can run either
         raise
     except Exception as error:  # noqa: BLE001 - a kernel under test may fail in any way

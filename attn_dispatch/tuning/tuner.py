@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import load, memory
 from attn_dispatch.settings import cache_folder
@@ -25,20 +24,20 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.text import one_line, printable
+from attn_dispatch.text import gib, one_line, printable
 from attn_dispatch.tuning import candidates, guard
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, example_bytes, make, synchronize
 from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, NoReference, reference
-from attn_dispatch.tuning.race import ChangedResult, Race
+from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS
+from attn_dispatch.tuning.race import MAY_WIN_RATIO, ChangedResult, Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, warned_if_long
 
 
 class Limits(NamedTuple):
-    """Of a trial that a caller waits for: seconds, and calls of the fastest candidate so far besides; and what a race
-    gets at least.
+    """Limits of a trial that a caller waits for, and what its race gets at least: seconds, and calls of the fastest
+    candidate so far besides.
     """
 
     fixed_s: float
@@ -49,10 +48,8 @@ class Limits(NamedTuple):
 
 WAITING = Limits(0.05, 12, 0.03, 7)
 CHECK = Limits(0.005, 8, 0.005, 6)  #: of one that compares another machine's choice with the static choice
-UNLIMITED = Limits(math.inf, 0, 0, 0)
 SHORT_S = 0.02  #: seconds of a first call that are always left to a caller who waits
 BUSY_FACTOR = 5  #: factor on all seconds where other programs take the cores: calls take longer
-BUSY_RACE_FACTOR = 22  #: likewise on the least seconds of a race: of many samples few are undisturbed
 
 # Of a trial that is taken in steps between calls of the program.
 STEP_S, STEP_SHARE = 0.01, 0.5  #: longest call of a candidate: seconds, and calls of the first candidate besides
@@ -85,14 +82,12 @@ def trial_of(
     """A trial that measures the candidates of a problem and chooses; None without a candidate.
 
     Args:
-        budget_s: seconds that the trial may take; None for no limit. A backend's `prepare` is not included.
-        waiting: a caller waits: besides `budget_s`, the problem's own calls limit the trial, and only the chosen
-            candidate runs the hard cases.
+        budget_s: seconds that the trial may take, `prepare` not included; None for no limit.
+        waiting: a caller waits: the problem's own calls limit the trial too, and only the choice runs the hard cases.
         limits: of such a trial, by default `WAITING`.
         prior: the stored decision. Its choice is the incumbent; rows of candidates that are not measured again stay.
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
-        first: the candidate to run first without a `prior`, by default the static choice: it may be the only one
-            that the budget suffices for.
+        first: the candidate to run first without a `prior`, by default the static choice.
         live_s: seconds of a call of the program, where the trial is taken in steps between such calls: then only
             `budget_s` limits it, and no candidate is tried whose call takes much longer (`STEP_CALLS`).
         clock: seconds that the trial has taken, from any start; time.perf_counter if None.
@@ -101,13 +96,11 @@ def trial_of(
     problem = request.problem
     found = request.candidates_with(example_bytes(problem))
     first = first if prior is None else prior.chosen
-    budget_s = None if budget_s == math.inf else budget_s
     runners = to_measure(problem, found, prior, changed, first)
     if not runners:
         return None
-    return Trial(
-        request, found, runners, budget_s, prior, waiting, limits or WAITING, live_s, clock or time.perf_counter
-    )
+    most_s, clock = math.inf if budget_s is None else budget_s, clock or time.perf_counter
+    return Trial(request, found, runners, most_s, prior, waiting, limits or WAITING, live_s, clock)
 
 
 @dataclass
@@ -117,14 +110,14 @@ class Trial:
     request: Request
     candidates: list[Candidate]
     runners: list[Candidate]
-    budget_s: float | None
+    budget_s: float
     prior: Decision | None
     waiting: bool = False
     limits: Limits = WAITING
     live_s: float | None = None
     clock: Callable[[], float] = time.perf_counter
     start: float = field(init=False)
-    calm: bool = field(default_factory=lambda: load.is_calm())
+    patience: float = field(default_factory=lambda: 1 if load.is_calm() else BUSY_FACTOR)
     outside_s: float = 0.0  #: seconds of `prepare`, and of drawing an example on CUDA
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
@@ -134,7 +127,6 @@ class Trial:
     race: Race | None = None
     chosen: Candidate | None = None
     gate: Gate | None = None  #: while its example is needed
-    emptied: bool = False
     warned: bool = False  #: that it takes long
 
     def __post_init__(self) -> None:
@@ -147,7 +139,7 @@ class Trial:
     def steps(self) -> Steps[Decision | None]:
         """Run the trial; the decision, or None if nothing could be measured: no memory for a trial (warned once).
 
-        Where other code runs between two steps, call `pause` before it and `resume` after it.
+        Where other code runs between two steps, call `pause` before it.
 
         Raises:
             BackendFailed: a candidate left the device unusable.
@@ -155,14 +147,13 @@ class Trial:
         try:
             yield from self._measure()
         except Exception as error:
-            unchecked = isinstance(error, NoReference)
-            if not unchecked and not guard.is_shortage(error):
+            if not guard.is_shortage(error):
                 raise
-            what, why = ("to check results", str(error)) if unchecked else ("for a trial", one_line(error))
-            say_once(f"not measured, too little memory {what}: {printable(str(self.problem))} ({why})")
+            what = f"{printable(str(self.problem))} ({one_line(error)})"
+            say_once(f"not measured, too little memory for a trial: {what}")
             self.chosen = None
         self.gate = None
-        self._clear_all_tables()
+        self._clear_tables()
         if self.chosen is None:
             memory.release(self.problem.device)  # only here: in the handler the exception still references tensors
             return None
@@ -174,29 +165,22 @@ class Trial:
         self.warned = self.warned or (self.waiting and warned_if_long(self.problem, self.clock() - self.start))
 
     def pause(self, most_bytes: float) -> int:
-        """Give back what other code must not find; bytes of the tensors that stay, `most_bytes` at most."""
-        guard.end_idle_threads()
+        """Give back what other code must not find; bytes of the tensors that stay.
+
+        Raises:
+            MemoryError: they are more than `most_bytes`.
+        """
         if self.race is not None:
             self.race.pause()
-        if self.gate is None or self.emptied:
-            return 0
-        need = 2 * example_bytes(self.problem)  # the gradients of the reference too
-        if need <= most_bytes:
-            return need
-        self.gate.oracle.empty()
-        self.emptied = True
-        return 0
-
-    def resume(self) -> None:
-        """Make again what `pause` gave back. Raises NoReference."""
-        if self.emptied and self.gate is not None:
-            self.gate.oracle.restore()
-        self.emptied = False
+        need = 2 * example_bytes(self.problem) if self.gate is not None else 0  # the reference's gradients too
+        if need > most_bytes:
+            raise MemoryError(f"its tensors need {gib(need)} between calls, {gib(int(most_bytes))} may be held")
+        return need
 
     def _measure(self) -> Steps[None]:
         """Admit, time and choose: `chosen` is None if nothing could be measured."""
         start, stepped = self.clock(), self.live_s is not None
-        with reference():
+        with guard.reference():
             example = make(self.problem, on_device=True)
             synchronize(self.problem.device)
         if self.problem.device.type == "cuda":  # its first use, which may take seconds, and the time to draw there
@@ -249,7 +233,8 @@ class Trial:
             if isinstance(error, ChangedResult):
                 self.race.remove(name)
                 self._reject(by_title[name], gate.incorrect(by_title[name], [str(error)]))
-        due = [] if self.waiting else [by_title[title] for title in self.race.rounds.timings]
+        timed = self.race.rounds.timings.keys() - self.race.rounds.short_of_time
+        due = [] if self.waiting else [each for title, each in by_title.items() if title in timed]
         while True:
             title = self.race.choose()
             if title is not None and by_title[title] not in due:
@@ -266,13 +251,18 @@ class Trial:
                 self.chosen = None if title is None else by_title[title]
                 return
 
-    def _clear_all_tables(self) -> None:
+    def _clear_tables(self) -> None:
         """Clear the backends' tables for the trial's problems, except the chosen backend's for this one."""
-        for backend in {candidate.name: candidate.backend for candidate in self.runners}.values():
+        for name, backend in {candidate.name: candidate.backend for candidate in self.runners}.items():
+            keeps = self.chosen is not None and name == self.chosen.name
             try:
-                self._clear_tables(backend)
+                if backend.forget is None:
+                    backend.release()
+                else:
+                    for problem in (*self.case_problems, *([] if keeps else [self.problem])):
+                        backend.forget(problem)
             except Exception as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
-                say_once(f"{backend.name} failed to clear its tables: {one_line(error)}")
+                say_once(f"{name} failed to clear its tables: {one_line(error)}")
 
     def _clear_strikes(self) -> None:
         """Forget the deaths and hangs of the versions that passed the gate and did not fail in the race."""
@@ -281,14 +271,6 @@ class Trial:
         for candidate in self.runners:
             if candidate.title in self.admitted and candidate.title not in failures:
                 quarantine.clear_strikes(candidate.name, candidate.version)
-
-    def _clear_tables(self, backend: Backend) -> None:
-        if backend.forget is None:
-            backend.release()
-            return
-        is_chosen = self.chosen is not None and backend.name == self.chosen.name
-        for problem in (*self.case_problems, *[self.problem] * (not is_chosen)):
-            backend.forget(problem)
 
     @property
     def first_call_s(self) -> float | None:
@@ -307,14 +289,11 @@ class Trial:
         incumbent = decided or static_choice(admitted)
         return None if incumbent is None else incumbent.title
 
-    def _remaining_s(self) -> float | None:
-        spent = self.clock() - self.start - self.outside_s
-        most = [] if self.budget_s is None else [self.budget_s]
+    def _remaining_s(self) -> float:
+        most_s = self.budget_s
         if self.waiting and self.admitted and self.live_s is None:
-            seconds = self.limits.fixed_s * (1 if self.calm else BUSY_FACTOR)
-            most.append(seconds + self.limits.calls * self._call_s())
-        left_s = min(most, default=math.inf) - spent
-        return None if left_s == math.inf else left_s
+            most_s = min(most_s, self.limits.fixed_s * self.patience + self.limits.calls * self._call_s())
+        return most_s - (self.clock() - self.start - self.outside_s)
 
     def _call_s(self) -> float:
         """Seconds of a call of the fastest candidate so far."""
@@ -323,7 +302,7 @@ class Trial:
     def _reason_to_skip(self, candidate: Candidate, gate: Gate) -> tuple[str, float]:
         """Why a candidate is skipped, with the seconds it would need: more than is left; empty if it is not."""
         first, remaining = self._first_admitted(), self._remaining_s()
-        if remaining is None or first is None:
+        if remaining == math.inf or first is None:
             return "", 0.0
         compiles_s = candidates.first_call_ms(candidate, self.problem) / 1e3
         if self.waiting and compiles_s and isinstance(self.problem.pattern.natural, Dense):
@@ -346,16 +325,10 @@ class Trial:
         may_win = ratio < rate
         # The first candidate's calls alone may spend the budget: a second one then gets a call all the same.
         if least_s > left_s and not (may_win and self.budget_s and len(self.admitted) == 1):
-            self.untried += [candidate.title] * may_win
+            self.untried += [candidate.title] if may_win else []
             return (
                 f"{ratio:.3g} times {first.title}'s work: at least {least_s:.3g} s at {rate:g} times its "
                 f"rate, with {left_s:.3g} s of the budget left"
-            ), need_s
-        rounds_s = ENOUGH_ROUNDS * sum(admitted.call_ms for admitted in self.admitted.values()) / 1e3
-        if ratio > RATE_FACTOR and rounds_s + least_s > left_s:
-            return (
-                f"{ratio:.3g} times {first.title}'s work, and the {left_s:.3g} s left of the budget are needed to "
-                f"compare the others"
             ), need_s
         return "", 0.0
 
@@ -416,16 +389,20 @@ class Trial:
             return
         admitted = [each for each in self.candidates if each.title in self.admitted]
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
-        limits = self.live_s is not None, self._longest_s * 1e3
-        race = self.race = Race(self.request, runners, incumbent, self.clock, *limits, differences)
-        remaining, more_s = self._remaining_s(), None
-        if self.waiting and remaining is not None:
+        for title, (each, seen) in list(runners.items()):
+            if seen.call_ms > self._longest_s * 1e3 and title != incumbent:  # it would delay a call of the program
+                ratio = seen.call_ms / 1e3 / self._call_s()
+                text = f"its first calls took {ratio:.1f} times as long as the fastest's: too long between calls"
+                self.rows[title] = each.measured_row("not_measured", text, first_ms=seen.first_ms)
+                self.untried += [title] if ratio < MAY_WIN_RATIO else []
+                del runners[title]
+        race = self.race = Race(self.request, runners, incumbent, self.clock, self.live_s is not None, differences)
+        remaining = self._remaining_s()
+        if self.waiting:
             attempts = 1 if self.prior is None else 1 + self.prior.attempts
-            least_s = attempts * (self.limits.race_s + self.limits.race_calls * self._call_s())
-            most_s = math.inf if self.budget_s is None else self.budget_s
-            remaining, more_s = (max(remaining, min(factor * least_s, most_s)) for factor in (1, BUSY_RACE_FACTOR))
-        race.skip_slowest(remaining)
-        yield from race.run(lambda each: example.call(*each.backend_and_order), remaining, more_s)
+            least_s = self.limits.race_s * self.patience + self.limits.race_calls * self._call_s()
+            remaining = max(remaining, min(attempts * least_s, self.budget_s))
+        yield from race.run(lambda each: example.call(*each.backend_and_order), remaining, brief=self.waiting)
 
     def _decision(self, chosen: Candidate) -> Decision:
         assert self.race is not None
@@ -433,7 +410,7 @@ class Trial:
         provisional = self.race.why_provisional() or untried
         remaining, load = self._remaining_s(), self.race.rounds.load
         earlier = 0 if self.prior is None else self.prior.attempts  # provisional ones
-        if not self.waiting and not load.disturbed and (remaining is None or remaining > self.race.round_s):
+        if not self.waiting and not load.disturbed and remaining > self.race.round_s:
             provisional = ""  # it had more time, which would tell no more
         return self.request.decision(
             chosen.id,
@@ -442,7 +419,7 @@ class Trial:
             provisional=provisional,
             attempts=earlier + 1 if provisional else 0,
             load=load._asdict(),
-            budget_ms=None if self.budget_s is None else self.budget_s * 1e3,
+            budget_ms=None if self.budget_s == math.inf else self.budget_s * 1e3,
             elapsed_ms=round((self.clock() - self.start) * 1e3, 3),
             environment=current_environment(),
         )

@@ -341,21 +341,16 @@ def test_a_lost_device_is_reported(machine: Machine, monkeypatch: pytest.MonkeyP
         call_until_measured()
 
 
-def test_large_tensors_are_not_held_between_slices(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_tensors_too_large_to_be_held_is_given_up(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
     monkeypatch.setattr(online, "HELD_SHARE", 0.0)
-    held: list[int] = []
-
-    def call() -> None:
+    for _ in range(600):
         attend(*qkv())
-        for trial in online._trials.values():
-            found = None if trial._trial is None else trial._trial.gate
-            if found is not None:
-                held.append(found.example.q.untyped_storage().nbytes())
-
-    call_until_measured(call)
-    assert held
-    assert set(held) == {0}
-    assert stored()[0].choice == "b"
+    (text,) = warnings()
+    assert "was given up: MemoryError: its tensors need" in text
+    assert not online._trials
+    assert list(Store(cache_folder()).all()) == []
 
 
 def test_random_numbers_are_as_without_a_trial(machine: Machine) -> None:

@@ -19,7 +19,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.store import crash_markers
+from attn_dispatch.store import quarantine
 from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
@@ -151,10 +151,10 @@ def test_a_candidate_that_proves_too_slow_for_a_step_is_called_once(machine: Mac
 def test_a_lack_of_memory_ends_a_trial_with_one_warning(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    def run_out(*given: object) -> None:
+    def run_out(*given: object, **named: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(race.Race, "skip_slowest", run_out)
+    monkeypatch.setattr(race.Race, "run", run_out)
     exact = formula(*qkv(), Dense())[0]
     for _ in range(600):
         assert close(attend(*qkv()), exact)
@@ -168,17 +168,17 @@ def test_a_lack_of_memory_ends_a_trial_with_one_warning(
 
 def test_no_crash_marker_is_left_between_slices(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     resumed: list[Path] = []
-    resume = crash_markers.CrashMarker.resume
+    resume = quarantine.CrashMarker.resume
 
-    def noted(self: crash_markers.CrashMarker) -> None:
+    def noted(self: quarantine.CrashMarker) -> None:
         resume(self)
         resumed.append(self.path)
 
-    monkeypatch.setattr(crash_markers.CrashMarker, "resume", noted)
+    monkeypatch.setattr(quarantine.CrashMarker, "resume", noted)
 
     def call_and_look() -> None:
         attend(*qkv())
-        assert not crash_markers._own_markers
+        assert not quarantine._own_markers
 
     call_until_measured(call_and_look)
     assert len(set(resumed)) > 1

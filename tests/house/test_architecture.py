@@ -96,7 +96,6 @@ TORCH_FREE = (
     "spec.orders",
     "spec.pattern",
     "spec.reach",
-    "store.crash_markers",
     "store.decision",
     "store.files",
     "store.folder",

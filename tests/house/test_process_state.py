@@ -22,9 +22,7 @@ HELD = {
     "kernels.registry._guards",
     "ring.link._connections",
     "ring.link._links",
-    "store.crash_markers._own_markers",
-    "tuning.guard._idle",
-    "tuning.hard_cases._cases",
+    "store.quarantine._own_markers",
 }
 
 

@@ -18,7 +18,7 @@ from attn_dispatch.learning.features import (
     features,
 )
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
-from attn_dispatch.spec.groups import SIZES, title
+from attn_dispatch.spec.groups import SIZES
 from tests.support.made_up import PROBLEM, problem_at
 
 DILATED: dict[str, Any] = {"kind": "Dilated", "dilation_rates": [1, 2], "is_causal": True}
@@ -59,11 +59,6 @@ def test_sizes_of_a_pattern_weigh_as_one() -> None:
         doubled = {name: [2 * size for size in pattern[name]] for name in SIZES if name in pattern}
         one, other = (features({**PROBLEM, "pattern": {**pattern, **more}}) for more in ({}, doubled))
         assert math.dist(one, other) == pytest.approx(1)
-
-
-def test_an_open_window_reaches_all_keys() -> None:
-    far = {**PROBLEM, "pattern": {**WINDOW, "left": PROBLEM["k_len"] - 1}}
-    assert features({**PROBLEM, "pattern": {**WINDOW, "left": None}}) == features(far)
 
 
 @pytest.mark.parametrize("name", ["q_len", "batch", "pattern", "head_dim", "strides"])
@@ -130,34 +125,6 @@ def test_sizes_of_a_pattern_have_buckets() -> None:
     assert len({of(left=None), of(left=0), of(left=1), of(left=2), of(left=255), of(left=511)}) == 6
 
 
-# --- titles -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "float32 d64 Dense() forward"),
-        ({"pattern": {"kind": "Dense", "is_causal": True}}, "float32 d64 Dense(causal) forward"),
-        ({"pattern": DILATED, "needs_grad": True}, "float32 d64 Dilated(r=1,2 causal) forward + backward"),
-        ({"pattern": {**DILATED, "offsets": "block"}}, "float32 d64 Dilated(r=1,2 causal offsets=block) forward"),
-        ({"pattern": WINDOW, "has_seq_lens": True}, "float32 d64 Window(causal) forward seq_lens"),
-        ({"pattern": {**WINDOW, "right": 3}, "dropout_p": 0.1}, "float32 d64 Window() forward dropout"),
-        ({"pattern": GRID, "device": "cuda", "ranks": 2}, "float32 d64 Neighborhood(2-D) forward ranks 2 cuda"),
-        (
-            {"pattern": {**GRID, "dilation": [1, 2], "is_causal": [True, False], "edges": "shift"}},
-            "float32 d64 Neighborhood(2-D dilation=1,2 causal=1,0 edges=shift) forward",
-        ),
-        (
-            {"pattern": {**GRID, "window": [4, 6], "edges": "shift", "stride": [4, 3]}},
-            "float32 d64 Neighborhood(2-D stride=4,3 edges=shift) forward",
-        ),
-    ],
-    ids=str,
-)
-def test_title(changes: dict[str, Any], expected: str) -> None:
-    assert title({**PROBLEM, **changes}) == expected
-
-
 # --- kriging ----------------------------------------------------------------------------------------------------------
 
 
@@ -188,10 +155,3 @@ def test_the_deviation_grows_with_distance_and_noise() -> None:
     assert deviations == sorted(deviations)
     assert len(set(deviations)) == len(deviations)
     assert estimated((1, 0.1), noise=0.2)[1] > estimated((1, 0.1), noise=0.1)[1]
-
-
-def test_scattered_values_raise_the_deviation() -> None:
-    points = [i / 4 for i in range(-6, 7)]
-    smooth = estimated(*((point, 0.1 * point) for point in points))
-    rough = estimated(*((point, 0.1 * point + (-1) ** i * 0.5) for i, point in enumerate(points)))
-    assert rough[1] > 5 * smooth[1]

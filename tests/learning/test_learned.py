@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +19,9 @@ from attn_dispatch.learning.predict import (
     Prediction,
     predict,
 )
-from attn_dispatch.learning.regret import GroupRegret, HeldOutChoice, leave_one_out, total
+from attn_dispatch.learning.regret import leave_one_out, total
 from attn_dispatch.store.decision import Decision
-from tests.support.made_up import PROBLEM, Name, decision, measured, problem_at, surface
+from tests.support.made_up import PROBLEM, Name, decision, problem_at
 from tests.support.regrets import regrets
 
 A, B, C = (("a", "natural"), ("b", "natural"), ("c", "natural"))
@@ -54,14 +53,6 @@ def test_a_crossover_is_where_the_ratio_is_one() -> None:
         assert choice(length, evidence).backend == "a"
     for length in (1030, 1100, 1500, 2000):
         assert choice(length, evidence).backend == "b"
-
-
-def test_two_measurements_suffice() -> None:
-    # Both logarithms are straight here, and so is that of the ratio.
-    evidence = [decision(problem_at(n), {A: (n / CROSS) ** 2, B: n / CROSS}) for n in (500, 2000)]
-    assert choice(950, evidence).backend == "a"
-    assert choice(1050, evidence).backend == "b"
-    assert choice(950, evidence).ratios[B] == pytest.approx(1000 / 950, abs=0.01)
 
 
 def test_confidence_falls_toward_the_crossover_and_away_from_the_evidence() -> None:
@@ -124,13 +115,6 @@ def test_only_able_candidates_are_chosen() -> None:
     found = choice(4096, crossing(*LENGTHS), (A,))
     assert (found.backend, found.order) == A
     assert found.ratios == {A: 1.0}
-
-
-def test_orders_are_separate_candidates() -> None:
-    hilbert = ("a", "hilbert")
-    evidence = [decision(problem_at(n), {A: 2.0, hilbert: 1.0}) for n in (512, 2048)]
-    assert (choice(1024, evidence, (A, hilbert)).backend, choice(1024, evidence, (A, hilbert)).order) == hilbert
-    assert choice(1024, evidence, (A,)).order == "natural"
 
 
 @pytest.mark.parametrize("status", ["failed", "incorrect", "quarantined", "not_measured", "unsupported", "over_memory"])
@@ -272,18 +256,6 @@ def test_regret_by_hand() -> None:
     assert (total([*here, *there]).count, total([*here, *there]).unpredicted) == (3, 2)
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, 1), (10, 10), (20, 19), (21, 20), (100, 95)])
-def test_p95(count: int, expected: int) -> None:
-    choices = tuple(HeldOutChoice("", "", "", float(value), 0.5) for value in range(count, 0, -1))
-    assert GroupRegret("", "", "", choices, 0).p95 == expected
-
-
-def test_regret_without_choices() -> None:
-    assert leave_one_out([]) == []
-    assert leave_one_out([decision(problem_at(64), {A: 1.0})]) == []
-    assert total([]).to_dict()["mean"] is None
-
-
 def test_invalid_problems_are_skipped() -> None:
     foreign = decision({"batch": 1, "strides": ["bnhd"]}, {A: 1.0, B: 2.0})
     assert leave_one_out([foreign, foreign]) == []
@@ -345,22 +317,3 @@ def test_with_any_evidence_the_choice_is_an_able_candidate(
         assert set(found.evidence) <= {each.key for each in evidence}
     for group in leave_one_out(evidence):
         assert all(choice.regret >= 0 for choice in group.choices)
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 1000), scale=st.floats(1e-3, 1e3))
-def test_neither_the_order_of_the_evidence_nor_the_unit_of_time_matters(seed: int, scale: float) -> None:
-    chance = random.Random(seed)
-    backends = surface(seed, 3)
-    decisions = measured(
-        backends, [problem_at(chance.randint(64, 9999), chance.randint(1, 9)) for _ in range(12)], seed
-    )
-    scaled = [
-        decision(each.problem, {(row.backend, row.order): scale * (row.median_ms or 0) for row in each.candidates})
-        for each in chance.sample(decisions, len(decisions))
-    ]
-    one, other = (predict(problem_at(1000), found, list(backends)) for found in (decisions, scaled))
-    assert one is not None
-    assert other is not None
-    assert (one.backend, one.order) == (other.backend, other.order)
-    assert one.confidence == pytest.approx(other.confidence, abs=1e-6)

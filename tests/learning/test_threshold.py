@@ -52,28 +52,6 @@ def test_planted_crossovers_are_found_within_an_octave(tokens: int, slope: float
         assert abs(math.log2(found.tokens / tokens)) < 1
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.9, 1.0])
-def test_an_order_that_is_never_faster_has_no_threshold(factor: float) -> None:
-    for seed in range(NEVER_SEEDS):
-        found = learned(planted(lambda n: factor, seed))
-        assert found is not None
-        assert (found.tokens, found.high, found.low) == (None, None, LENGTHS[-1])
-
-
-def test_an_order_that_is_always_faster_has_the_shortest_length_as_threshold() -> None:
-    for seed in range(20):
-        found = learned(planted(lambda n: 1.2, seed))
-        assert found is not None
-        assert (found.tokens, found.low, found.high) == (LENGTHS[0], None, LENGTHS[0])
-
-
-def test_an_order_that_is_slower_at_long_lengths_has_no_threshold() -> None:
-    for seed in range(20):
-        found = learned(planted(lambda n: 1.5 if n < 10_000 else 0.8, seed))
-        assert found is not None
-        assert found.tokens is None
-
-
 def test_no_measured_length_becomes_slower_by_more_than_noise() -> None:
     """Where the order pays, its true speed-up is above 0.97."""
     for seed in range(20):
@@ -85,11 +63,6 @@ def test_no_measured_length_becomes_slower_by_more_than_noise() -> None:
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
-
-
-def test_between_two_lengths_the_factor_is_interpolated() -> None:
-    assert limits((1024, 0.8), (4096, 1 / 0.8)) == (2048, 1024, 4096)
-    assert limits((1000, 0.5), (8000, 2**0.5)) == (4000, 1000, 8000)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +104,6 @@ def test_a_length_measured_twice_counts_by_its_least_benefit() -> None:
     assert limits((1, 1.5), (4, 1.5), (4, 0.9))[0] is None
     once = points((1, 0.9), (2, 1.1), (4, 1.5))
     assert threshold("hilbert", FAMILY, once * 3).tokens == threshold("hilbert", FAMILY, once).tokens  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
-def test_damaged_points_are_skipped(bad: float) -> None:
-    good = points((1024, 0.8), (4096, 1.25))
-    assert threshold("hilbert", FAMILY, [*good, Speedup(8192, bad, bad, bad)]) is not None
-    with_bad = threshold("hilbert", FAMILY, [*good, Speedup(8192, bad, 0.5, 0.6), Speedup(2048, 1.0, bad, 1.0)])
-    assert with_bad is not None
-    assert (with_bad.tokens, with_bad.low, with_bad.high) == (2048, 1024, 4096)
-    assert list(with_bad.points) == good
 
 
 def some_points() -> st.SearchStrategy[list[Speedup]]:

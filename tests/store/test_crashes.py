@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch.store import crash_markers
-from attn_dispatch.store.crash_markers import crash_marker, place_of
-from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.store import quarantine
+from attn_dispatch.store.quarantine import Quarantine, crash_marker, place_of
 from tests.support import processes
 from tests.support.fakes import SILICON
-from tests.support.quarantines import GROUP, STARTED, TRIED, abandon, blamed, markers, run, start
+from tests.support.quarantines import GROUP, TRIED, abandon, blamed, markers, run, start
 
 NOW = datetime.now(UTC)
 
@@ -109,22 +108,6 @@ def test_other_ends_are_no_strike(ending: str, folder: Path, anew: Callable[[], 
     assert [path.stat().st_size for path in markers(folder)] == [0] * ("pause" in ending)
 
 
-def test_the_main_thread_may_end_before_a_trial(folder: Path) -> None:
-    trial = """
-def trial():
-    with crash_marker(folder, silicon, "made_up", "1", "x"):
-        entered.set()
-        time.sleep(60)
-
-entered = threading.Event()
-threading.Thread(target=trial, daemon=True).start()
-entered.wait()
-print(len(list(folder.rglob("*.mark"))))
-"""
-    assert run(folder, STARTED + trial) == (0, "1\n", "")
-    assert markers(folder) == []
-
-
 @pytest.fixture
 def trying(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A process in the middle of a trial."""
@@ -176,7 +159,7 @@ if not child:
 def test_concurrent_sweeps(folder: Path, anew: Callable[[], Quarantine]) -> None:
     """A second sweep during the first takes no lock of the first for the trial's, and adds no strike."""
     abandon(folder, NOW)
-    first = crash_markers.abandoned(folder, SILICON)
+    first = quarantine.abandoned(folder, SILICON)
     assert next(first)[1].backend == "made_up"
     assert blamed(anew()) == ["made_up"]
     assert list(first) == []
@@ -207,15 +190,6 @@ def test_an_empty_marker_blames_nobody(folder: Path, anew: Callable[[], Quaranti
         os.utime(path, (0, time.time() - age_s))
         assert blamed(anew()) == []
         assert markers(folder) == left
-
-
-def test_a_damaged_marker(folder: Path, anew: Callable[[], Quarantine], warnings: Callable[[], list[str]]) -> None:
-    path = abandon(folder, NOW)
-    path.write_bytes(path.read_bytes().replace(b"made_up", b"made-up"))
-    for _ in range(2):
-        assert anew().entries() == []
-    (text,) = warnings()
-    assert text.startswith(f"ignored {path}: ")
 
 
 def test_a_death_that_cannot_be_recorded_stays_as_a_marker(
@@ -252,6 +226,6 @@ def test_a_trial_runs_if_its_marker_cannot_be_written(
                 entered += 1
     assert entered == 2
     assert markers(folder) == []
-    assert crash_markers._own_markers == {}
+    assert quarantine._own_markers == {}
     (text,) = warnings()
     assert text.startswith("a crash would not be recorded: ")

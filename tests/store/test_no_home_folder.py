@@ -70,16 +70,6 @@ def test_a_home_that_cannot_be_written(
     assert warnings() == [f"decisions and quarantined backends are not stored: {NO_HOME}"]
 
 
-def test_a_folder_that_exists_is_read_though_it_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, how: False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == settings.NOWHERE
-    (tmp_path / ".cache" / "attn-dispatch").mkdir(parents=True)
-    assert cache_folder() == tmp_path / ".cache" / "attn-dispatch"
-
-
 @pytest.mark.parametrize("command", ["export", "import"])
 def test_commands_that_need_the_store_fail(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "decisions.json"

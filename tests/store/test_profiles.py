@@ -14,11 +14,8 @@ from msgspec.structs import replace
 
 import attn_dispatch
 from attn_dispatch import cli, settings
-from attn_dispatch.decisions import look_up
-from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.registry import BUILT_IN, LAST_RESORT
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import standard_problems
 from attn_dispatch.store import folder
@@ -26,7 +23,6 @@ from attn_dispatch.store.address import Address
 from attn_dispatch.store.bundle import read_bundle, shareable, write_bundle
 from attn_dispatch.store.decision import Decision, Drift, Row, from_elsewhere
 from attn_dispatch.store.folder import Store
-from attn_dispatch.tuning.candidates import Request
 from tests.support.entries import KEY, OTHER, WHOLE, decision
 from tests.support.fakes import SILICON
 
@@ -78,7 +74,6 @@ def test_what_is_shared_holds_nothing_personal() -> None:
         (from_elsewhere(measured(), "imported"), "another machine"),
         (measured(source="shipped"), "another machine"),
         (measured(drift=Drift(median_ms=1.0, low_ms=1.0, high_ms=1.0, samples=9, seen="2025-01-01")), "drifted"),
-        (measured(1e-6), "impossible"),
         (measured(choice="mine", candidates=(Row(backend="mine", order="natural", status="chosen"),)), "plug-in"),
     ],
 )
@@ -157,33 +152,3 @@ def test_a_shipped_decision_that_is_damaged(package: Path, warnings: Callable[[]
 def test_files_outside_the_package_are_not_read(package: Path) -> None:
     (package.parent / "secret.json").write_bytes(write_bundle([decision()]))
     assert folder.shipped("../secret") == {}
-
-
-def rows(choice: str) -> tuple[Row, ...]:
-    """Of every backend that there is now."""
-    status = {choice: "chosen"}
-    versions = {name: registry.version_of(registry.load(name)) for name in registry.names()}
-    return tuple(
-        Row(backend=name, order="natural", status=status.get(name, "not_measured"), version=versions[name])
-        for name in versions
-    )
-
-
-def test_stored_decisions_take_precedence_over_shipped_ones(package: Path) -> None:
-    x = torch.zeros(1, 8, 1, 4)
-    problem = Problem.of(x, x, x)
-    where = silicon(problem.device)
-    common = {
-        "key": problem.key(where),
-        "silicon": where,
-        "group": group_of(problem.to_dict()),
-        "problem": problem.to_dict(),
-    }
-    ship(package, decision(choice="manual", candidates=rows("manual"), **common), silicon=where)
-    found = look_up.read_stored(Request.of(problem))
-    assert found is not None
-    assert (found.choice, found.source) == ("manual", "shipped")
-    Store(settings.cache_folder()).put(decision(choice="sdpa_mask", candidates=rows("sdpa_mask"), **common))
-    found = look_up.read_stored(Request.of(problem))
-    assert found is not None
-    assert (found.choice, found.source) == ("sdpa_mask", "measured")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import sys
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from attn_dispatch import settings
 from attn_dispatch.store.folder import Store
 from tests.support.entries import GROUP, KEY, OTHER, WHOLE, chosen, decision, files_in
 from tests.support.fakes import SILICON
@@ -100,31 +98,6 @@ def test_an_interrupted_write_leaves_the_old_file(
     assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
 
-def test_temporary_files_of_killed_writers_are_not_read(folder: Path, warnings: Callable[[], list[str]]) -> None:
-    """Killed between writing and renaming: nothing cleans up."""
-    killed = "import os\nos.replace = lambda *paths: os._exit(9)\n" + WRITER
-    command = [sys.executable, "-c", killed, str(folder), "one", "1"]
-    assert subprocess.run(command, input=WHOLE, check=False, timeout=60).returncode == 9
-    assert len(files_in(folder)) == 1
-    assert Store(folder).get(SILICON, GROUP, KEY) is None
-    assert list(Store(folder).all()) == []
-    assert warnings() == []
-
-
-def test_files_have_the_permissions_of_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o077)
-    try:
-        modes = []
-        for mask, key in ((0o077, KEY), (0o007, OTHER)):
-            os.umask(mask)
-            path = Store(tmp_path).put(decision(key=key))
-            assert path is not None
-            modes.append(path.stat().st_mode & 0o777)
-    finally:
-        os.umask(before)
-    assert modes == [0o600, 0o660]
-
-
 # --- many processes ---------------------------------------------------------------------------------------------------
 
 WRITES = 10
@@ -186,20 +159,6 @@ def test_eight_writers_lose_nothing(folder: Path, warnings: Callable[[], list[st
     assert found is not None
     expected = {f"w{number} {turn}" for number in range(8) for turn in range(WRITES)}
     assert {row.backend for row in found.candidates} == expected
-
-
-# --- the cache folder -------------------------------------------------------------------------------------------------
-
-
-def test_the_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "here"))
-    assert settings.cache_folder() == tmp_path / "here"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "~/there")
-    assert settings.cache_folder() == tmp_path / "there"
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert settings.cache_folder() == tmp_path / "attn-dispatch"
 
 
 def test_no_torch() -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.process_state import READ, forget
-from attn_dispatch.settings import NOWHERE
 from attn_dispatch.store import files, problem_files
 from attn_dispatch.store.decision import Row, encode
 from attn_dispatch.store.folder import Store
@@ -200,15 +199,3 @@ def test_a_choice_is_confirmed_by_its_version_and_by_the_time_it_was_made(tmp_pa
     assert not is_confirmed(tmp_path, found, "1.3")
     others = ({"key": OTHER}, chosen("other"), {"created": "2025-01-02T00:00:00+00:00"})
     assert not any(is_confirmed(tmp_path, decision(**changes)) for changes in others)
-
-
-def test_a_folder_that_takes_no_file(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
-    (tmp_path / "passed").write_text("")
-    for check in ("a", "b"):
-        note_passed(tmp_path, SILICON, check)
-        assert has_passed(tmp_path, SILICON, check)
-    (text,) = warnings()
-    assert text.startswith(f"passed checks are not remembered: {tmp_path / 'passed'} cannot be written (")
-    note_passed(NOWHERE, SILICON, "c")
-    assert has_passed(NOWHERE, SILICON, "c")
-    assert len(warnings()) == 1

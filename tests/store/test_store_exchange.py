@@ -16,14 +16,13 @@ import pytest
 from msgspec.structs import replace
 
 from attn_dispatch import cli
-from attn_dispatch.cli import urls
 from attn_dispatch.kernels.native import library
 from attn_dispatch.machine.compiler import Compiler
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.bundle import read_bundle, write_bundle
-from attn_dispatch.store.decision import Decision, Row, canonical, decode, encode, from_elsewhere
+from attn_dispatch.store.decision import Decision, canonical, decode, encode, from_elsewhere
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.passed import note_passed
 from attn_dispatch.store.quarantine import Entry, Quarantine
@@ -133,34 +132,6 @@ def test_options_select_the_exported_decisions(run: Run, tmp_path: Path, options
     assert code == 0
     assert json.loads(out)["decisions"] == count
     assert len(read_bundle((tmp_path / "bundle.json").read_bytes())) == count
-
-
-def test_an_export_without_decisions_fails(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store_all(*GIVEN)
-    assert cli.main(["export", str(tmp_path / "bundle.json"), "--key", "abc"]) == 1
-    assert "no decision in" in capsys.readouterr().err
-    assert not (tmp_path / "bundle.json").exists()
-
-
-def test_imports_in_any_order(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    late = decision(
-        created="2025-03-01T00:00:00+00:00",
-        candidates=(Row(backend="plugin", order="natural", status="chosen", median_ms=1.0),),
-        choice="plugin",
-    )
-    urls = []
-    for name, given in (("early", decision()), ("late", late)):
-        urls.append(tmp_path / f"{name}.json")
-        urls[-1].write_bytes(write_bundle([given]))
-    results = []
-    for order in (1, -1):
-        use_cache_folder(monkeypatch, tmp_path / str(order))
-        assert run("import", *urls[::order])[0] == 0
-        results.append(stored_files())
-    assert results[0] == results[1]
-    (plain,) = map(json.loads, results[0].values())
-    assert plain["choice"] == "plugin"
-    assert {row["backend"] for row in plain["candidates"]} == {"sdpa", "other", "plugin"}
 
 
 # --- what cannot be read --------------------------------------------------------------------------------------------
@@ -275,15 +246,6 @@ def test_an_unreachable_url_is_refused(run: Run, name: str) -> None:
     assert json.loads(out)["sources"][0]["reasons"][0]["reason"]
 
 
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_a_too_large_file_is_refused(run: Run, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "large.json").write_bytes(BUNDLE)
-    monkeypatch.setattr(urls, "MAX_BYTES", len(BUNDLE) - 1)
-    code, out = run("import", f"{scheme}{tmp_path}/large.json")
-    assert code == 1
-    assert f"over {len(BUNDLE) - 1}" in out or f"more than {len(BUNDLE) - 1} bytes" in out
-
-
 @pytest.mark.parametrize("place", ["absent/bundle.json", "", "nothing://there"])
 def test_a_place_that_cannot_be_written(run: Run, tmp_path: Path, place: str, capsys: Any) -> None:
     store_all(*GIVEN)
@@ -299,18 +261,6 @@ def test_a_link_that_the_user_names_is_followed(run: Run, tmp_path: Path) -> Non
     assert (tmp_path / "link.json").is_symlink()
     assert len(read_bundle((tmp_path / "real.json").read_bytes())) == 3
     assert run("import", tmp_path / "link.json")[0] == 0
-
-
-def test_a_pipe_is_written_to_and_not_replaced(run: Run, tmp_path: Path) -> None:
-    store_all(*GIVEN)
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        assert run("export", pipe)[0] == 0
-        assert len(read_bundle(os.read(reader, 1 << 16))) == 3
-    finally:
-        os.close(reader)
 
 
 def test_the_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,27 +319,3 @@ def test_no_command_takes_an_unreadable_store_for_an_empty_one(
         assert f"attn-dispatch inspect: {why}" in capsys.readouterr().err
     assert cli.main(["doctor"]) == 0
     assert f"0 in {cache_folder()}; {why}" in capsys.readouterr().out
-
-
-def test_a_missing_cache_folder_is_not_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "mistyped"))
-    (tmp_path / "bundle.json").write_bytes(BUNDLE)
-    assert cli.main(["export", str(tmp_path / "bundle.json")]) == 1
-    assert f"{tmp_path / 'mistyped'} cannot be read" in capsys.readouterr().err
-    assert (tmp_path / "bundle.json").read_bytes() == BUNDLE
-    (tmp_path / "mistyped").mkdir()
-    assert cli.main(["export", str(tmp_path / "bundle.json")]) == 0  # an empty store is exported
-
-
-def test_an_unreadable_folder_is_not_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    store_all(*GIVEN)
-    source = cache_folder()
-    monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "there"))
-    unreadable(monkeypatch, source / "v2" / "cpu-other")
-    assert cli.main(["import", str(source)]) == 1
-    assert f"refused   {source}/v2/cpu-other: Permission denied" in capsys.readouterr().out
-    assert len(list(Store(cache_folder()).all())) == len(GIVEN) - 1

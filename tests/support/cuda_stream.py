@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 from attn_dispatch.tuning.clocks import CYCLES_PER_MS
 
 DEVICE = torch.device("cuda", 0)
-L2_BYTES = 50 * 2**20
-WARM_MS, COLD_MS, HOST_MS, PRODUCT_MS = 2.0, 3.0, 0.25, 0.3
+WARM_MS, HOST_MS, PRODUCT_MS = 2.0, 0.25, 0.3
 
 
 class Stream:
@@ -23,25 +21,18 @@ class Stream:
     def __init__(self) -> None:
         self.host_ms = 0.0
         self.device_ms = 0.0
-        self.cold = False
         self.log: list[str] = []
         self.kernel_ms, self.enqueue_ms = WARM_MS, HOST_MS
 
     def kernel(self) -> None:
         self.log.append("kernel")
         self.host_ms += self.enqueue_ms
-        self.device_ms = max(self.device_ms, self.host_ms) + (COLD_MS if self.cold else self.kernel_ms)
-        self.cold = False
+        self.device_ms = max(self.device_ms, self.host_ms) + self.kernel_ms
 
     def waiting_kernel(self) -> None:
         """A call that waits for its own result, as one does that reads a tensor on the host."""
         self.kernel()
         self.host_ms = max(self.host_ms, self.device_ms)
-
-    def flush(self) -> None:
-        self.log.append("flush")
-        self.device_ms = max(self.device_ms, self.host_ms) + 7.0
-        self.cold = True
 
     def sleep(self, cycles: int) -> None:
         self.log.append("lead")
@@ -81,16 +72,5 @@ def install(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", stream.sleep)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=L2_BYTES))
-    monkeypatch.setattr(torch, "empty", buffers(stream, []))
     monkeypatch.setattr(torch, "ones", lambda size, *, dtype, device: SimpleNamespace())
     monkeypatch.setattr(torch, "mm", stream.product)
-
-
-def buffers(stream: Stream, sizes: list[int]) -> Callable[..., Any]:
-    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Any:
-        assert (dtype, device) == (torch.uint8, DEVICE)
-        sizes.append(size)
-        return SimpleNamespace(zero_=stream.flush)
-
-    return empty

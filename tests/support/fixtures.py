@@ -27,7 +27,7 @@ from attn_dispatch.kernels import device_cache
 from attn_dispatch.machine import load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import guard, rounds, tuner
+from attn_dispatch.tuning import rounds, tuner
 from tests.support import calls, fakes
 from tests.support.fakes import SILICON
 
@@ -104,14 +104,6 @@ def anew(folder: Path) -> Callable[[], Quarantine]:
         return Quarantine(folder, SILICON)
 
     return start
-
-
-@pytest.fixture
-def no_threads_are_left() -> Iterator[None]:
-    """Of guarded calls, before and after."""
-    guard.end_idle_threads()
-    yield
-    guard.end_idle_threads()
 
 
 @pytest.fixture

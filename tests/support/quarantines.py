@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from attn_dispatch.store import files
-from attn_dispatch.store.crash_markers import Trial, place_of
-from attn_dispatch.store.quarantine import Entry, Quarantine
+from attn_dispatch.store.quarantine import Entry, Quarantine, Trial, place_of
 from tests.support.fakes import SILICON
 
 GROUP = "0123456789ab"
 STARTED = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.store.crash_markers import crash_marker
+from attn_dispatch.store.quarantine import Quarantine, crash_marker
 
 folder, silicon = Path(sys.argv[1]), sys.argv[2]
 """

@@ -16,12 +16,8 @@ from tests.support.simulated import Machine
 
 NOISE = 0.03
 CLOSE = {f"c{index}": 1.0 + 0.005 * index for index in range(5)}  #: milliseconds, 0.5 % apart
-PAIR = {"c0": 1.0, "c1": 1.02}
-FIVE = {"max_rounds": 5, "min_rounds": 5}
 CALLS = 1000
 ORDER_SEED = 1_000_003
-GAPS = (0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.06, 0.08, 0.1)
-
 Costs = Mapping[str, float]
 Tune = Callable[[Costs, str | None, int], str]
 
@@ -43,18 +39,6 @@ class Tuner:
             for rank, name in enumerate(costs)
         ]
         return choose(entrants, incumbent, calls=CALLS)[0]
-
-
-def naive(costs: Costs, incumbent: str | None, seed: int) -> str:
-    """As in most tuners: the least mean of five samples in a row."""
-    machine = Machine(NOISE, seed)
-    means = {}
-    for name, cost_ms in costs.items():
-        call, start_s = machine.call(name, cost_ms), machine.clock()
-        for _ in range(5):
-            call()
-        means[name] = machine.clock() - start_s
-    return min(means, key=means.__getitem__)
 
 
 def independent(tune: Tune, costs: Costs, incumbent: str | None, count: int, start: int = 0) -> list[str]:
@@ -79,11 +63,6 @@ def changes(picks: list[str]) -> float:
     return statistics.fmean(a != b for a, b in pairwise(picks))
 
 
-def worst(costs: Costs, picks: list[str]) -> float:
-    """How much slower than the best the worst pick is, as a share."""
-    return round(max(costs[pick] for pick in picks) / min(costs.values()) - 1.0, 4)
-
-
 def too_slow(costs: Costs, picks: list[str]) -> float:
     """Share of picks over 2 % slower than the best."""
     limit = min(costs.values()) * (1.0 + MARGIN) * (1 + 1e-9)
@@ -100,7 +79,6 @@ def stability(tune: Tune, costs: Costs, count: int) -> dict[str, Any]:
             "independent_flips": flips(alone),
             "chain_changes": changes(linked),
             "too_slow": too_slow(costs, alone + linked),
-            "worst": worst(costs, alone + linked),
         }
     return found
 
@@ -113,17 +91,4 @@ def spreads(tune: Tune, count: int) -> dict[str, Any]:
         costs = {f"c{index}": 1.0 + 0.2 * draw.random() for index in range(5)}
         pick = tune(costs, draw.choice(sorted(costs)), seed)
         losses.append(costs[pick] / min(costs.values()) - 1.0)
-    return {
-        "too_slow": statistics.fmean(loss > MARGIN for loss in losses),
-        "mean_loss": round(statistics.fmean(losses), 4),
-        "worst": round(max(losses), 4),
-    }
-
-
-def grey_zone(tuner: Tuner, count: int, cost_ms: float = 1.0) -> dict[str, float]:
-    """Share of re-tunings in which a challenger that saves this much of the incumbent's time replaces it."""
-    found = {}
-    for gap in GAPS:
-        costs = {"old": cost_ms, "new": cost_ms * (1.0 - gap)}
-        found[f"{gap:.1%}"] = statistics.fmean(pick == "new" for pick in independent(tuner, costs, "old", count))
-    return found
+    return {"mean_loss": statistics.fmean(losses), "worst": max(losses)}

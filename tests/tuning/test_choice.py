@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from attn_dispatch.decisions import explanation
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.store.decision import Row
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning import choice
 from attn_dispatch.tuning.candidates import Request
 from attn_dispatch.tuning.choice import Admitted, Entrant, Outcome, choose
-from attn_dispatch.tuning.intervals import Timing, faster_at_last_look, median_interval, ratio_interval
+from attn_dispatch.tuning.intervals import Timing, faster_at_last_look
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import Rounds
 from tests.support import retuning
 from tests.support.pairwise import thinned
-from tests.support.retuning import CLOSE, FIVE, NOISE, PAIR, Tuner
+from tests.support.retuning import CLOSE, NOISE, Tuner
 
 ROUNDS = 20
 
@@ -69,28 +66,6 @@ def test_a_race_keeps_its_incumbent_among_close_candidates(incumbent: str) -> No
     assert race.choose() == incumbent
 
 
-def test_a_candidate_short_of_time_that_proves_wrong_has_no_row_in_the_race() -> None:
-    """Its row is the one of the wrong results, which the race does not know."""
-    candidates = {name: SimpleNamespace(workspace_bytes=0, backend=Backend(), title=name) for name in ("a", "b")}
-    runners: Any = {name: (each, Admitted(1.0, 1.0, None, 0.0)) for name, each in candidates.items()}
-    problem = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
-    race = Race(Request.of(problem), runners, "a")
-    timings = {"a": Timing((1.0,), 1.0), "b": Timing((1.3,), 1.3)}
-    race.rounds = Rounds(timings, {}, {"b": 1.3}, 1, 0.1, frozenset({"b"}))
-    assert race.choose() == "a"
-    race.remove("b")
-    wrong: Any = candidates["b"]
-    assert race.row(wrong) is None
-    assert race.left_out() == {}
-
-
-def test_candidate_that_beats_the_incumbent_can_lose_to_another() -> None:
-    entrants = [entrant("old", 1.0), entrant("lean", 0.9), entrant("fast", 0.8, workspace_bytes=100)]
-    chosen, outcomes = choose(entrants, "old", calls=1)
-    assert chosen == "fast"
-    assert [outcomes[name].status for name in ("old", "lean", "fast")] == ["slower", "slower", "chosen"]
-
-
 def test_least_median_is_chosen_if_all_are_beaten() -> None:
     """Each beats the next one in two thirds of all rounds."""
     samples = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 1.0), "c": (2.9, 0.9, 1.9)}
@@ -109,25 +84,8 @@ def test_first_call_is_spread_over_the_calls() -> None:
     entrants = [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)]
     assert [choose(entrants, "old", calls=calls)[0] for calls in (900, 1100, 10_000)] == ["old", "built", "built"]
     found = outcome("built", entrants, calls=900)
-    assert (found.status, found.reason) == ("slower", "pays after 1,000 calls")
-    assert found.break_even == pytest.approx(1000, rel=0.01)
+    assert (found.status, found.reason) == ("slower", "its dearer first call does not surely pay within 900 calls")
     assert found.ratio == pytest.approx(0.5, rel=0.01)
-
-
-def test_chosen_candidate_has_its_break_even_as_reason() -> None:
-    found = outcome("built", [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)], calls=10_000)
-    assert (found.status, found.reason) == ("chosen", "pays after 1,000 calls")
-
-
-def test_candidate_with_a_late_break_even_is_a_tie() -> None:
-    found = outcome("built", [entrant("old", 1.0), entrant("built", 0.5, plan_ms=500.0)], calls=1010)
-    assert found.status == "tie"
-    assert found.reason == "pays after 1,000 calls, and not surely by 2% within 1,010"
-
-
-@pytest.mark.parametrize(("cost_ms", "plan_ms"), [(1.0, 500.0), (1.5, 500.0), (0.99, 500.0), (0.5, 0.0)])
-def test_no_break_even_without_a_slower_first_call_and_faster_later_calls(cost_ms: float, plan_ms: float) -> None:
-    assert outcome("new", [entrant("old", 1.0), entrant("new", cost_ms, plan_ms=plan_ms)]).break_even is None
 
 
 @pytest.mark.parametrize(("plan_ms", "per_call_ms"), [(9.99, 0.0), (10.0, 2.0), (100.0, 20.0), (-3.0, 0.0)])
@@ -188,28 +146,6 @@ def test_few_rounds_settle_no_close_choice(rounds: int, cost: float, is_open: bo
     assert (chosen, outcomes["new"].open) == ("old", is_open)
 
 
-def test_in_a_disturbed_race_the_fastest_samples_decide() -> None:
-    """Preempted in most rounds, a call of 1 ms looks slower than one of 2 ms that was not."""
-    fast = Timing((1.0, 9.0, 8.0, 1.1, 9.0, 9.0, 8.0, 1.0, 9.0, 9.0, 8.0, 9.0), 9.0)
-    slow = Timing((2.0, 2.1) * 6, 2.0)
-    entrants = [Entrant("slow", slow), Entrant("fast", fast), Entrant("near", slow.plus(-0.03))]
-    assert choose(entrants, "slow", calls=1)[0] == "slow"
-    chosen, outcomes = choose(entrants, "slow", calls=1, disturbed=True)
-    assert (chosen, [each.status for each in outcomes.values()]) == ("fast", ["slower", "chosen", "slower"])
-    chosen, outcomes = choose([entrants[0], entrants[2]], "slow", calls=1, disturbed=True)
-    assert (chosen, outcomes["near"].reason) == ("slow", "too close to tell while other programs ran")
-    assert outcomes["near"].open
-    assert {each.ratio for each in outcomes.values()} == {None}, "rounds say nothing, and medians are of other samples"
-
-
-@pytest.mark.parametrize(("cost_ms", "times", "is_open"), [(1.0, 9.0, True), (100.0, 3.9, True), (100.0, 4.1, False)])
-def test_a_disturbed_race_rules_out_slow_candidates_with_long_calls_only(
-    cost_ms: float, times: float, is_open: bool
-) -> None:
-    entrants = [entrant("old", cost_ms), entrant("new", times * cost_ms)]
-    assert choose(entrants, "old", calls=1, disturbed=True)[1]["new"].open == is_open
-
-
 def test_tie_with_the_winner_that_does_not_beat_the_incumbent() -> None:
     entrants = [entrant("old", 1.0), entrant("winner", 0.975), entrant("near", 0.985)]
     chosen, outcomes = choose(entrants, "old", calls=1)
@@ -227,19 +163,6 @@ def test_ratio_is_the_time_over_that_of_the_chosen_candidate() -> None:
     assert (own.status, own.reason, own.ratio, own.ratio_low, own.ratio_high) == ("chosen", "", 1.0, 1.0, 1.0)
 
 
-def test_the_documented_confidence_of_each_interval_is_the_computed_one() -> None:
-    source = random.Random(0)
-    one, other = (Timing(tuple(source.gauss(mean, 0.05) for _ in range(40)), 1.0) for mean in (1.0, 2.0))
-    _, outcomes = choose([Entrant("one", one), Entrant("other", other)], None, calls=1000)
-    ratio, median = ratio_interval(other, one, 0.99), median_interval(one.samples_ms, 0.95)
-    assert (outcomes["other"].ratio_low, outcomes["other"].ratio_high) == (ratio.low, ratio.high)
-    assert (one.low_ms, one.high_ms) == (median.low, median.high)
-    assert explanation.HEAD[3] == "95 % interval"
-    text = " ".join((Row.__doc__ or "").replace(" are ", " ").split())
-    assert "`low_ms` and `high_ms` the 95 % interval of the median" in text
-    assert "`ratio_low` and `ratio_high` its 99 % interval" in text
-
-
 # Trust: 3 % noise on every sample, candidates 0.5 % apart.
 
 
@@ -251,18 +174,6 @@ def test_picks_of_close_candidates_do_not_flip() -> None:
         assert found["too_slow"] == 0.0, incumbent
 
 
-@pytest.mark.full
-def test_picks_do_not_flip_where_two_are_apart_by_the_margin() -> None:
-    assert retuning.flips(retuning.independent(Tuner(), PAIR, "c1", 200)) <= 0.01
-
-
-@pytest.mark.full
-def test_picks_in_five_rounds_do_not_flip() -> None:
-    for incumbent, found in retuning.stability(Tuner(options=FIVE), CLOSE, 200).items():
-        assert found["independent_flips"] <= 0.01, incumbent
-        assert found["chain_changes"] <= 0.01, incumbent
-
-
 @thinned("machine", [{"noise": NOISE, "swing": 0.2}, {"noise": NOISE, "tail": 0.05}], 2)
 def test_picks_on_a_disturbed_machine_do_not_flip(machine: dict[str, float]) -> None:
     tuner = Tuner(machine)
@@ -270,17 +181,14 @@ def test_picks_on_a_disturbed_machine_do_not_flip(machine: dict[str, float]) -> 
     assert set(retuning.independent(tuner, {"slow": 1.2, "fast": 1.0}, "slow", 30)) == {"fast"}
 
 
-def test_picks_of_the_naive_rule_flip() -> None:
-    assert retuning.flips(retuning.independent(retuning.naive, CLOSE, None, 50)) > 0.3
-
-
-@pytest.mark.full
-def test_candidate_four_percent_faster_is_found() -> None:
-    found = retuning.grey_zone(Tuner(), 30)
-    assert min(found["4.0%"], found["5.0%"], found["10.0%"]) >= 0.95
-
-
 def test_picks_of_spread_candidates_lose_little() -> None:
     found = retuning.spreads(Tuner(), 50)
     assert found["mean_loss"] <= 0.01
     assert found["worst"] <= 0.04
+
+
+@pytest.mark.full
+def test_candidate_four_percent_faster_is_found() -> None:
+    for cost_ms in (0.96, 0.95, 0.9):
+        picks = retuning.independent(Tuner(), {"old": 1.0, "new": cost_ms}, "old", 30)
+        assert picks.count("new") >= 0.95 * 30

@@ -74,13 +74,6 @@ def test_a_cpu_draws_what_it_always_drew() -> None:
         assert torch.equal(tensor.detach(), torch.randn(SHAPE, generator=generator).bfloat16())
 
 
-def test_others_ask_for_the_same_values_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example, "randn", lambda *given: given[-1].device.type)
-    with pytest.raises(AttributeError, match="requires_grad_"):
-        example.make(ON_CUDA)
-    assert example.make(problem_of(SHAPE, Dense(), torch.bfloat16, CUDA)).q == "cpu"
-
-
 @pytest.mark.parametrize(("problem", "left_s"), [(ON_CUDA, 1.0), (ON_CPU, -4.0)], ids=["cuda", "cpu"])
 def test_drawing_on_a_device_takes_nothing_from_the_budget(
     problem: Problem, left_s: float, monkeypatch: pytest.MonkeyPatch
@@ -127,16 +120,6 @@ def gate_and_candidate(backend: Planted) -> tuple[Gate, Candidate]:
     return Gate(ON_CPU, here.address, example.make(ON_CPU)), Candidate(backend, NATURAL, "1")
 
 
-def test_memory_between_the_steps_of_a_trial() -> None:
-    gate, _ = gate_and_candidate(Planted())
-    assert gate.example is not None
-    facts, tensors = gate.example.facts(), (gate.example.q, gate.example.k, gate.example.v)
-    gate.oracle.empty()
-    assert [each.untyped_storage().nbytes() for each in tensors] == [0, 0, 0]
-    gate.oracle.restore()
-    assert gate.example.facts() == facts
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -168,14 +151,6 @@ def test_a_declared_first_call_is_waited_for(limits: list[float], brief: bool) -
     assert [limit_s >= 30 + 10 * 4 for limit_s in limits] == [True] * COMPILED_CASES + [False] * 2
     process_state.forget(process_state.FACTS)
     assert gate.has_passed(candidate)  # as the next process finds it
-
-
-def test_cases_that_need_no_compiling_are_run(limits: list[float]) -> None:
-    backend = Compiling()
-    backend.most = 1
-    gate, candidate = gate_and_candidate(backend)
-    assert exhausted(gate.check_hard_cases(candidate)) is None
-    assert set(gate.case_problems) <= set(backend.seen)
 
 
 @pytest.mark.parametrize(("kind", "first_ms", "calls"), [("cuda", 100.0, 2), ("cuda", 5000.0, 1), ("cpu", 100.0, 1)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,18 +19,16 @@ from attn_dispatch.tuning import guard, race
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import (
-    HOST_REPEATS,
     LEAD_FACTOR,
     MOST_WAITS,
     PAUSE_S,
-    UNKNOWN_L2_BYTES,
     WARM_S,
     CudaStopwatch,
 )
 from attn_dispatch.tuning.race import Race
-from attn_dispatch.tuning.rounds import exhausted, time_in_rounds
+from attn_dispatch.tuning.rounds import exhausted
 from tests.support import fakes
-from tests.support.cuda_stream import COLD_MS, DEVICE, HOST_MS, L2_BYTES, PRODUCT_MS, WARM_MS, Stream, buffers, install
+from tests.support.cuda_stream import DEVICE, HOST_MS, PRODUCT_MS, WARM_MS, Stream, install
 from tests.support.planted import Planted
 
 PROBLEM = problem_of((1, 64, 2, 16), Dense(), torch.float32, DEVICE)
@@ -110,51 +107,6 @@ def test_a_host_that_becomes_slower_keeps_its_lead(stream: Stream) -> None:
     assert stream.log.count("lead") == 1
 
 
-def test_the_hosts_time_is_of_few_calls(stream: Stream) -> None:
-    """The driver's queue may be full after them."""
-    stopwatch = watch(stream)
-    calls = 0
-
-    def call() -> None:
-        nonlocal calls
-        calls += 1
-        stream.enqueue_ms = HOST_MS if calls % 100 <= HOST_REPEATS else 50.0
-        stream.kernel()
-
-    stopwatch.mean_ms(call, 99)
-    assert stopwatch.host_ms(call) == pytest.approx(HOST_MS)
-
-
-def test_cold_sample_overwrites_the_cache_before_the_first_event(stream: Stream) -> None:
-    stopwatch = watch(stream)
-    stopwatch.mean_ms(stream.kernel)
-    stream.log.clear()
-    assert stopwatch.cold_ms(stream.kernel) == pytest.approx(COLD_MS)
-    assert stream.log == ["synchronize", "flush", "lead", "event", "kernel", "event", "synchronize"]
-
-
-@pytest.mark.parametrize(("l2_bytes", "size"), [(L2_BYTES, 2 * L2_BYTES), (0, 2 * UNKNOWN_L2_BYTES)])
-def test_buffer_is_twice_the_cache_and_made_once(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch, l2_bytes: int, size: int
-) -> None:
-    sizes: list[int] = []
-    monkeypatch.setattr(torch, "empty", buffers(stream, sizes))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=l2_bytes))
-    stopwatch = watch(stream)
-    for _ in range(3):
-        stopwatch.cold_ms(stream.kernel)
-    assert sizes == [size]
-
-
-def test_no_memory_for_the_buffer_is_no_cold_sample(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(*args: Any, **options: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "empty", empty)
-    assert watch(stream).cold_ms(stream.kernel) is None
-    assert stream.log == []
-
-
 # --- clocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -182,19 +134,6 @@ def test_the_device_works_after_a_call_that_compiled(stream: Stream) -> None:
     assert "product" in stream.log
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Deterministic behavior")]
-)
-def test_a_product_that_cannot_run_is_left_out(
-    error: Exception, stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(torch, "mm", fail)
-    assert watch(stream, warm=False).mean_ms(stream.kernel) > 0
-
-
 # --- races ------------------------------------------------------------------------------------------------------------
 
 
@@ -209,17 +148,6 @@ def test_between_calls_of_a_program_nothing_is_warmed(stream: Stream) -> None:
     assert stream.clock() > before
 
 
-def test_race_measures_warm_host_and_cold_times(stream: Stream) -> None:
-    turns = time_in_rounds(
-        {"a": stream.kernel}, budget_s=None, clock=stream.clock, stopwatch=watch(stream), max_rounds=6
-    )
-    timing = turns.timings["a"]
-    assert timing.median_ms == pytest.approx(WARM_MS)
-    assert timing.device_ms == pytest.approx(WARM_MS)
-    assert timing.host_ms == pytest.approx(HOST_MS)
-    assert timing.cold_ms == pytest.approx(COLD_MS)
-
-
 @pytest.fixture
 def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Race]]:
     """Races calls on the made-up device, each by its name, as candidates whose first call took 100 ms."""
@@ -232,7 +160,7 @@ def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(guard, "run_guarded", lambda call, limit_s: call())
     request = Request.of(PROBLEM)
 
-    def run(budget_s: float | None = 1.0, **calls: Any) -> Race:
+    def run(budget_s: float = 1.0, **calls: Any) -> Race:
         admitted = Admitted(100.0, 100.0, 0, 0.0)
         runners = {name: (Candidate(Planted(name=name), NATURAL, "1"), admitted) for name in calls}
         found = Race(request, runners, next(iter(calls)), stream.clock)
@@ -264,24 +192,6 @@ def test_plans_of_the_racing_thread_drop_nobody(raced: Callable[..., Race], stre
     assert found.choose() == "cudnn"
 
 
-def test_plans_and_clocks_take_nothing_from_the_race(raced: Callable[..., Race], stream: Stream) -> None:
-    found = raced(0.1, a=Lazy(stream, 1.5, 300.0), b=Lazy(stream, 1.6, 300.0))
-    assert found.rounds.rounds >= 5
-    assert found.choose() == "a"
-
-
-def test_what_fails_untimed_has_failed(raced: Callable[..., Race], stream: Stream) -> None:
-    error = ValueError("no")
-
-    def fail() -> None:
-        raise error
-
-    found = raced(a=fail, b=stream.kernel)
-    assert found.rounds.failures == {"a": error}
-    assert found.choose() == "b"
-    assert raced(a=fail).choose() is None
-
-
 def test_a_device_lost_in_a_race_is_one_candidates_fault(
     raced: Callable[..., Race], stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,23 +212,3 @@ def test_a_device_lost_in_a_race_is_one_candidates_fault(
         raced(a=stream.kernel, b=destroy, c=stream.kernel)
     (entry,) = Quarantine(cache_folder(), silicon(DEVICE)).entries()
     assert (entry.backend, entry.kind) == ("b", "died")
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_times_on_a_device() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    a = torch.randn(2048, 2048, device=device)
-    stopwatch = CudaStopwatch(device)
-
-    def call() -> object:
-        return a @ a
-
-    warm_ms = [stopwatch.mean_ms(call, 10) for _ in range(5)][-1]
-    device_ms, host_ms, cold_ms = stopwatch.device_ms(call), stopwatch.host_ms(call), stopwatch.cold_ms(call)
-    assert device_ms is not None
-    assert host_ms is not None
-    assert cold_ms is not None
-    assert warm_ms > 0.0
-    assert 0.0 < host_ms < device_ms < 2 * warm_ms
-    assert cold_ms > 0.0

@@ -20,8 +20,8 @@ from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import DTYPES, Case
-from attn_dispatch.tuning.hard_cases import LENGTHS, NAN_MARGIN, between_nans, class_key, fitted, hard_cases, nan_memory
-from attn_dispatch.tuning.oracle import NoReference, Oracle
+from attn_dispatch.tuning.hard_cases import EVEN, NAN_MARGIN, class_key, fitted, hard_cases
+from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_hidden import with_hidden
 from tests.support.fixtures import INTERPRETED
 from tests.support.flaws import FILLED, FLAWS, Planted, all_but_the_last, changed, scored
@@ -207,17 +207,6 @@ def test_small_errors_are_found(dtype: torch.dtype) -> None:
         assert sum(found) > len(found) // 2, (tensor, found)
 
 
-@pytest.mark.full
-def test_scores_are_very_large_and_very_negative() -> None:
-    for name, dtype in product(CLASSES, DTYPES):
-        case = hard_cases(asked(name, dtype))[0]
-        lse = case.oracle.expected["lse"].value
-        finite = lse[lse.isfinite()]
-        assert finite.max() > 2000
-        assert finite.min() < -400
-        assert (finite.abs() < 20).any()
-
-
 # --- the cases --------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +239,7 @@ def test_a_sharded_sequence_has_none() -> None:
 def test_a_case_is_what_a_call_would_be(name: str) -> None:
     """Lengths, pattern and memory order as a call with these tensors would be described."""
     cases = hard_cases(asked(name))
-    assert cases[0].problem.q_len == LENGTHS[640][0] == 128 + 64
+    assert cases[0].problem.q_len == EVEN == 128 + 64
     assert any(case.problem.q_len % 2 and case.problem.q_len > 1 for case in cases)
     assert cases[2].problem.q_len == 1
     for case in cases:
@@ -260,19 +249,6 @@ def test_a_case_is_what_a_call_would_be(name: str) -> None:
         called = Problem.of(q, k, v, problem.pattern, scale=problem.scale, return_lse=True, **masks)
         assert called == problem == Problem.from_dict(problem.to_dict())
         assert masks.keys() == set(["seq_lens"] * problem.has_seq_lens + ["key_mask"] * problem.has_key_mask)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_cases_of_large_heads_are_short(name: str) -> None:
-    problem = replace(asked(name), head_dim=2000, scale=0.02)
-    assert failures(Planted(), problem) == []
-    assert {max(case.problem.q_len, case.problem.k_len) for case in hard_cases(problem)} <= {1, *LENGTHS[math.inf]}
-
-
-def test_memory_is_counted_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_dispatch.tuning.hard_cases.available_bytes", lambda device: 2**30)
-    with pytest.raises(NoReference, match=r"a hard case needs 1.3 GiB, 1.0 GiB are free"):
-        hard_cases(replace(asked("dense"), head_dim=99_999, scale=0.01))
 
 
 @pytest.mark.parametrize(
@@ -312,22 +288,10 @@ def test_nan_is_hidden_where_something_is(name: str, hidden: str) -> None:
             assert math.isfinite(tolerance)
 
 
-def test_views_lie_in_every_order() -> None:
-    packed, scattered = (case.problem.strides for case in hard_cases(asked("dense"))[3:])
-    assert packed == ("bnhd+gaps", "bnhd+gaps", "bhnd+gaps")
-    assert scattered == ("bndh+unaligned", "nhd+expanded:b", "bdnh+unaligned")
-    heads_first = hard_cases(replace(asked("dense"), strides=("bhnd", "hnd", "bhd")))[1].problem
-    assert heads_first.strides == ("hnd", "hnd", "nhd")
-
-
 PATTERNS: list[tuple[Pattern, int, Pattern]] = [
     (Window(4096, 0), 192, Window(48, 0)),
-    (Window(None, 7), 192, Window(None, 7)),
-    (Dilated((2048, 4096, 8192), (1, 2, 4)), 192, Dilated((47, 94, 188), (1, 2, 4))),
-    (Dilated((2048, 4096), (4, 8), True), 192, Dilated((44, 88), (4, 8), True)),
     (Dilated((2048, 65536), (1, 64)), 192, Dilated((47, 1472), (1, 64))),
     (Dilated((10, 35), (3, 4)), 77, Dilated((10, 35), (3, 4))),
-    (Dilated((2048,), (1,)), 1, Dilated((1,), (1,))),
     (Neighborhood((64, 64), (13, 3), (1, 4)), 192, Neighborhood((16, 12), (13, 3), (1, 2))),
     (Neighborhood((30, 8, 8), (7, 3, 3), edges="shift"), 77, Neighborhood((5, 5, 3), (5, 3, 3), edges="shift")),
     (
@@ -335,12 +299,6 @@ PATTERNS: list[tuple[Pattern, int, Pattern]] = [
         77,
         Neighborhood((5, 5, 3), (4, 2, 3), edges="shift", stride=(4, 2, 3)),
     ),
-    (
-        Neighborhood((30,), (8,), (2,), edges="shift", stride=(6,)),
-        1,
-        Neighborhood((1,), (1,), edges="shift"),
-    ),
-    (Neighborhood((900,), (9,), (3,), (True,)), 1, Neighborhood((1,), (1,), (1,), (True,))),
     (
         Reordered(Neighborhood((64, 64), (13, 3)), "hilbert"),
         77,
@@ -355,52 +313,6 @@ def test_small_patterns(pattern: Pattern, length: int, expected: Pattern) -> Non
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strides", [(12, 4, 1), (100, 7, 2), (4, 1, 8), (0, 4, 1), (0, 0, 0)], ids=str)
-def test_views_in_a_frame(strides: tuple[int, ...]) -> None:
-    values = torch.arange(24.0).view(2, 3, 4)
-    kept = values[tuple(slice(None if stride else 1) for stride in strides)]
-    view = between_nans(values, strides)
-    assert view.stride() == strides
-    assert torch.equal(view, kept.expand(2, 3, 4))
-    memory = torch.empty(0).set_(view.untyped_storage())
-    assert int(memory.isfinite().sum()) == kept.numel()
-    assert memory[:NAN_MARGIN].isnan().all()
-    assert memory[-NAN_MARGIN:].isnan().all()
-
-
-@FILLED
-def test_memory_that_torch_hands_out() -> None:
-    x = torch.ones(3)
-    with nan_memory(asked("dense"), in_torch=True):
-        made = [
-            torch.empty(3),
-            torch.empty_like(x),
-            torch.empty_strided((3,), (2,)),
-            torch.empty_permuted((3,), (0,)),
-            x.new_empty(3),
-            x.new_empty_strided((3,), (2,)),
-        ]
-        written = [torch.zeros(3), x + 1, torch.empty(3, dtype=torch.int64)]
-    assert all(each.isnan().all() for each in made)
-    assert not any(each.isnan().any() for each in written)
-
-
-def test_compilers_are_not_in_the_way() -> None:
-    """Code that is first called in poisoned memory is compiled, and stays so."""
-    compiled = []
-
-    def compiler(module: Any, inputs: object) -> Any:
-        compiled.append(module)
-        return module.forward
-
-    double = torch.compile(lambda x: x + x, backend=compiler)
-    with nan_memory(asked("dense"), in_torch=True):
-        double(torch.ones(3))
-    assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
-    assert len(compiled) == 1
-    torch.compiler.reset()
 
 
 @FILLED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +16,8 @@ from attn_dispatch.tuning.intervals import (
     faster_at_last_look,
     median_interval,
     ratio_interval,
+    ratio_test,
     sure_interval,
-    surely_faster,
 )
 from tests.support.pairwise import thinned
 from tests.support.simulated import Machine
@@ -31,14 +30,6 @@ def share(outcomes: Iterator[bool]) -> float:
 
 
 # Intervals
-
-
-@pytest.mark.parametrize("n", range(6, 26))
-def test_median_interval_covers_the_median(n: int) -> None:
-    source = random.Random(n)
-    intervals = [median_interval([source.expovariate(1.0) for _ in range(n)]) for _ in range(1000)]
-    # The exact coverage is >= 95 %; 1.4 points are two standard errors of 1,000 draws.
-    assert share(iv.low <= math.log(2) <= iv.high for iv in intervals) >= 0.95 - 0.014
 
 
 def exact_coverage(n: int, rank: int) -> float:
@@ -70,15 +61,6 @@ def test_median_interval_of_more_samples_than_a_float_has_powers() -> None:
     assert (interval.low, interval.high) == pytest.approx((956, 1044), abs=1)
 
 
-def test_timing_plus_adds_to_every_sample_alone() -> None:
-    assert Timing((1.0, 2.0), 9.0, 3.0, 4.0).plus(0.5) == Timing((1.5, 2.5), 9.0, 3.0, 4.0)
-
-
-def test_timing_summarises_its_samples() -> None:
-    timing = Timing((4.0, 1.0, 3.0, 2.0, 5.0, 6.0), first_ms=9.0)
-    assert (timing.low_ms, timing.median_ms, timing.high_ms) == (1.0, 3.5, 6.0)
-
-
 @pytest.mark.parametrize("samples_ms", [(), (1.0, math.nan)])
 def test_timing_refuses_no_samples_and_nan(samples_ms: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="samples_ms"):
@@ -88,10 +70,6 @@ def test_timing_refuses_no_samples_and_nan(samples_ms: tuple[float, ...]) -> Non
 def test_ratio_interval_pairs_shared_rounds_only() -> None:
     baseline = Timing((1.0, 2.0, 4.0, 8.0), 1.0)
     assert ratio_interval(Timing((0.5, 1.0), 1.0), baseline) == Interval(0.5, 0.5)
-
-
-def test_ratio_interval_of_times_of_zero() -> None:
-    assert ratio_interval(Timing((0.0, 1.0), 0.0), Timing((0.0, 0.0), 0.0)) == Interval(1.0, math.inf)
 
 
 # Comparison
@@ -157,7 +135,7 @@ VERDICTS: list[tuple[list[float], float, str]] = [
 def test_ratio_test(ratios: list[float], resolution: float, verdict: str) -> None:
     candidate, baseline = Timing(tuple(ratios), 1.0), Timing((1.0,) * len(ratios), 1.0)
     assert intervals.ratio_test(candidate, baseline, 0.02, resolution + 1e-12) == verdict
-    assert surely_faster(candidate, baseline) == (verdict == "faster")
+    assert (ratio_test(candidate, baseline) == "faster") == (verdict == "faster")
 
 
 @thinned("noise", [0.03, 0.01, 0.1], 3)
@@ -169,7 +147,7 @@ def test_one_look_at_few_rounds_errs_seldom(noise: float) -> None:
             machine.race({"old": 1.0, "new": 0.98}, min_rounds=rounds, max_rounds=rounds, seed=seed)
             for seed in range(1000)
         ]
-        errors = share(surely_faster(each.timings["new"], each.timings["old"]) for each in turns)
+        errors = share(ratio_test(each.timings["new"], each.timings["old"]) == "faster" for each in turns)
         # 0.0033 by Student's t at 5 rounds, less later on, and three standard errors of 1,000 draws.
         assert errors <= 0.0033 + 0.0055
 
@@ -189,4 +167,4 @@ def test_last_look_requires_99_percent() -> None:
     # 12 rounds, one of which is no gain: ranks 2 and 11 bound the median with 0.9936, and 1 and 12 with 0.9995.
     candidate, baseline = Timing((0.9,) * 11 + (1.1,), 1.0), Timing((1.0,) * 12, 1.0)
     assert faster_at_last_look(candidate, baseline)
-    assert not surely_faster(candidate, baseline)
+    assert ratio_test(candidate, baseline) != "faster"

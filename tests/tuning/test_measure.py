@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from itertools import cycle, pairwise
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from attn_dispatch.machine.load import NO_LOAD
 from attn_dispatch.tuning import intervals
-from attn_dispatch.tuning.clocks import ONE_TIME_MS
+from attn_dispatch.tuning.clocks import ONE_TIME_MS, Stopwatch
 from attn_dispatch.tuning.rounds import Rounds, sampled_in_rounds, time_in_rounds
 from tests.support.simulated import Machine
 
 
-class Doubling:
-    """A stopwatch that reads twice the time, a quarter of a millisecond of the host, and three times where cold."""
-
-    load = NO_LOAD
+class Doubling(Stopwatch):
+    """A stopwatch that reads twice the time, and a quarter of a millisecond of the host."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -34,9 +32,6 @@ class Doubling:
 
     def host_ms(self, call: Callable[[], object]) -> float | None:
         return 0.25
-
-    def cold_ms(self, call: Callable[[], object]) -> float | None:
-        return self.mean_ms(call) * 1.5
 
 
 def winner(turns: Rounds) -> str:
@@ -61,18 +56,6 @@ def test_every_round_runs_each_survivor_once() -> None:
     assert all(len(timing.samples_ms) == 7 for timing in turns.timings.values())
 
 
-def test_first_call_is_no_sample() -> None:
-    machine = Machine()
-    turns = time_in_rounds(
-        {"jit": machine.call("jit", 1.0, first_ms=900.0), "plain": machine.call("plain", 2.0)},
-        budget_s=None,
-        clock=machine.clock,
-    )
-    assert turns.timings["jit"].first_ms == pytest.approx(900.0)
-    assert turns.timings["jit"].median_ms == pytest.approx(1.0)
-    assert not turns.dropped
-
-
 def test_hopeless_candidate_is_dropped_with_its_one_sample() -> None:
     machine = Machine()
     turns = machine.race({"slow": 50.0, "fast": 10.0})
@@ -93,17 +76,18 @@ def test_candidate_with_a_slow_first_call_runs_again_before_it_is_dropped(costs_
     assert (len(turns.timings["b"].samples_ms) == 1) == dropped
 
 
-def test_incumbent_is_dropped_beyond_a_higher_limit() -> None:
-    turns = Machine().race({"slow": 170.0, "fast": 10.0}, incumbents=("slow",))
-    assert turns.dropped == {"slow": pytest.approx(17.0)}
-    assert not Machine().race({"slow": 150.0, "fast": 10.0}, incumbents=("slow",)).dropped
-
-
-def test_incumbent_or_race_without_a_limit_drops_no_candidate() -> None:
-    costs_ms = {"slow": 50.0, "fast": 10.0}
-    for turns in (Machine().race(costs_ms, incumbents=("slow",)), Machine().race(costs_ms, hopeless=None)):
-        assert not turns.dropped
-        assert len(turns.timings["slow"].samples_ms) == turns.rounds == 5
+@pytest.mark.parametrize(
+    ("slow_ms", "more", "dropped"),
+    [
+        (170.0, {"incumbents": ("slow",)}, True),
+        (150.0, {"incumbents": ("slow",)}, False),
+        (150.0, {}, True),
+        (150.0, {"hopeless": None}, False),
+    ],
+)
+def test_incumbent_is_dropped_beyond_a_higher_limit(slow_ms: float, more: dict[str, Any], dropped: bool) -> None:
+    turns = Machine().race({"slow": slow_ms, "fast": 10.0}, **more)
+    assert (turns.dropped.keys() == {"slow"}) is dropped
 
 
 def test_first_call_is_the_only_sample_once_the_budget_is_spent() -> None:
@@ -149,11 +133,6 @@ def test_failure_ends_that_candidate_only(after: int) -> None:
     assert gc.isenabled()
 
 
-def test_failure_of_all_ends_the_race() -> None:
-    turns = time_in_rounds({"bad": failing(ValueError("no"))}, budget_s=None)
-    assert (list(turns.failures), turns.timings, turns.rounds) == (["bad"], {}, 0)
-
-
 def test_failure_releases_the_objects_of_the_call() -> None:
     class Held:
         alive = 0
@@ -174,23 +153,11 @@ def test_failure_releases_the_objects_of_the_call() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
 def test_interrupts_propagate_with_the_collector_back_on(error: BaseException) -> None:
-    assert gc.isenabled()
-    with pytest.raises(type(error)):
-        time_in_rounds({"a": lambda: None, "stop": failing(error, after=1)}, budget_s=None)
-    assert gc.isenabled()
-
-
-def test_collector_is_off_while_timed_and_stays_off_if_it_was_off() -> None:
     seen: list[bool] = []
-    time_in_rounds({"a": lambda: seen.append(gc.isenabled())}, budget_s=None, clock=Machine().clock)
-    assert seen
+    with pytest.raises(type(error)):
+        time_in_rounds({"a": lambda: seen.append(gc.isenabled()), "stop": failing(error, after=1)}, budget_s=None)
     assert not any(seen)
-    gc.disable()
-    try:
-        time_in_rounds({"a": lambda: None}, budget_s=None, clock=Machine().clock)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("budget_s", [0.05, 0.2, 1.0])
@@ -201,18 +168,11 @@ def test_budget_is_respected(budget_s: float) -> None:
     assert turns.elapsed_s == pytest.approx(machine.now_s)
 
 
-def test_budget_is_respected_where_calls_are_repeated() -> None:
-    for seed in range(10):
-        turns = Machine(0.03, seed).race({"a": 0.001, "b": 0.001}, budget_s=0.01, min_rounds=1000)
-        assert 0.5 * 0.01 < turns.elapsed_s <= 1.005 * 0.01
-
-
 @pytest.mark.parametrize(
     ("costs_ms", "rounds", "dropped"),
     [
         ([100.0, 105.0, 170.0], 8, {"c"}),  # far from the fastest: for fewer rounds than separate close ones
         ([100.0, 105.0, 140.0], 8, set()),
-        ([100.0, 105.0, 140.0], 3, {"c"}),
         ([100.0, 105.0, 110.0], 3, set()),
         ([100.0, 105.0, 170.0], 16, set()),
     ],
@@ -254,27 +214,12 @@ def test_candidate_that_surely_does_not_beat_the_incumbent_retires() -> None:
     assert rounds["tie"] < rounds["near"] == turns.rounds == 100
 
 
-def test_one_candidate_races_on_if_all_are_beaten() -> None:
-    """Each beats the next one in two thirds of all rounds."""
-    machine = Machine()
-    costs_ms = {"a": cycle((1.0, 2.0, 3.0)), "b": cycle((2.0, 3.0, 1.0)), "c": cycle((2.9, 0.9, 1.9))}
-    calls = {name: lambda each=each: machine.call("", next(each))() for name, each in costs_ms.items()}
-    turns = time_in_rounds(calls, budget_s=None, clock=machine.clock, min_rounds=120)
-    assert turns.retired == {"a", "b"}
-
-
 def test_incumbent_races_until_all_remaining_candidates_surely_beat_it() -> None:
     turns = Machine(0.03).race({"old": 1.5, "a": 1.0, "b": 1.0}, incumbents=("old",))
     rounds = {name: len(timing.samples_ms) for name, timing in turns.timings.items()}
     assert turns.retired == {"old"}
-    assert intervals.surely_faster(turns.timings["a"], turns.timings["old"])
+    assert intervals.ratio_test(turns.timings["a"], turns.timings["old"]) == "faster"
     assert rounds["old"] < rounds["a"] == rounds["b"]
-
-
-def test_fastest_incumbent_is_never_retired() -> None:
-    turns = Machine(0.03).race({"old": 1.0, "a": 1.5, "b": 2.0}, incumbents=("old",))
-    assert turns.retired == {"a", "b"}
-    assert len(turns.timings["old"].samples_ms) == turns.rounds
 
 
 def test_single_candidate_ends_once_its_median_is_resolved() -> None:
@@ -300,7 +245,7 @@ def test_extra_cost_counts_in_comparisons_and_in_no_sample() -> None:
     assert list(Machine().race(costs_ms).dropped) == ["plain"]
 
 
-def test_stopwatch_can_be_replaced_and_survivors_get_host_and_cold_times() -> None:
+def test_stopwatch_can_be_replaced_and_survivors_get_host_and_device_times() -> None:
     machine = Machine()
     timings = time_in_rounds(
         {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
@@ -308,21 +253,9 @@ def test_stopwatch_can_be_replaced_and_survivors_get_host_and_cold_times() -> No
         clock=machine.clock,
         stopwatch=Doubling(machine),
     ).timings
-    assert (timings["a"].median_ms, timings["a"].host_ms, timings["a"].cold_ms) == pytest.approx((2.0, 0.25, 3.0))
-    assert (timings["a"].device_ms, timings["far"].device_ms) == (0.5, None)
-    assert (timings["far"].median_ms, timings["far"].host_ms, timings["far"].cold_ms) == (4.0, None, None)
-
-
-def test_cold_times_need_budget_and_their_failure_ends_a_candidate() -> None:
-    machine = Machine()
-    turns = time_in_rounds(
-        {"a": machine.call("a", 1.0)}, budget_s=0.002, clock=machine.clock, stopwatch=Doubling(machine)
-    )
-    assert (turns.timings["a"].host_ms, turns.timings["a"].cold_ms) == (0.25, None)
-    error = RuntimeError("illegal memory access")
-    calls = {"a": failing(error, after=6)}
-    turns = time_in_rounds(calls, budget_s=None, clock=machine.clock, stopwatch=Doubling(machine))
-    assert (turns.failures, turns.timings) == ({"a": error}, {})
+    a, far = timings["a"], timings["far"]
+    assert (a.median_ms, a.host_ms, a.device_ms) == pytest.approx((2.0, 0.25, 0.5))
+    assert (far.median_ms, far.host_ms, far.device_ms) == (4.0, None, None)
 
 
 def test_a_step_is_one_sample() -> None:
@@ -350,7 +283,3 @@ def test_calls_too_fast_for_the_clock_end() -> None:
     turns = machine.race({"a": 0.0, "b": 0.0}, max_rounds=1)
     assert turns.timings["a"].median_ms == 0.0
     assert machine.log.count("a") <= 20_000
-
-
-def test_no_calls_give_empty_rounds() -> None:
-    assert time_in_rounds({}, budget_s=1.0, clock=Machine().clock) == Rounds({}, {}, {}, 0, 0.0)

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch.backends import manual, sdpa
+from attn_dispatch.backends import manual
 from attn_dispatch.kernels import formula, registry
-from attn_dispatch.kernels.autograd import gradients
-from attn_dispatch.kernels.branches import run as branch_run
 from attn_dispatch.kernels.contract import Backend, adapted
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning import oracle
@@ -208,33 +206,6 @@ def test_detached_merge_weights_give_another_gradient() -> None:
     assert "dq is off by" in found
 
 
-@pytest.mark.parametrize("case", [DILATED, UNEVEN], ids=["even", "uneven"])
-def test_conformance_catches_a_broken_merge(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutations of the code itself: a merge that averages, and rows found by slicing from the start."""
-
-    def average_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-        out.lerp_(out_b, 0.5)
-        torch.logaddexp(lse, lse_b, out=lse)
-
-    assert failures(case, sdpa.run) == ""
-    if len(case.pattern.branches if isinstance(case.pattern, Dilated) else ()) > 1:
-        monkeypatch.setattr(branch_run, "merge_", average_)
-        assert "out is off by" in failures(case, sdpa.run)
-    monkeypatch.undo()
-    wrong_start = replace(case, pattern=shifted(case.pattern))
-    plan_problem = wrong_start.problem(torch.float32, needs_grad=True)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **masks: Tensor) -> tuple[Tensor, Tensor]:
-        return sdpa.run(q, k, v, plan_problem, **masks)
-
-    assert "out is off by" in failures(case, run)
-
-
-def shifted(pattern: Pattern) -> Pattern:
-    assert isinstance(pattern, Dilated)
-    return replace(pattern, segment_lengths=tuple(w + 1 for w in pattern.segment_lengths))
-
-
 @pytest.mark.usefixtures("uncompiled_flex", "triton_interpreter")
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
@@ -296,23 +267,3 @@ def test_the_callers_threads_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -
     finally:
         torch.set_num_threads(threads)
     assert within == [1, 1]
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_gradients_are_those_of_autograd(both: bool) -> None:
-    """The backward pass gets the weights themselves, whatever their strides."""
-    seen: list[tuple[int, ...]] = []
-    x, y = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    out, lse = x * y.exp(), (x + y).sum(1)
-    out.register_hook(  # type: ignore[no-untyped-call]
-        lambda grad: seen.append(grad.stride())
-    )
-    weights = (torch.randn(4, 3, dtype=torch.float64).t(), torch.randn(1, dtype=torch.float64).expand(3))
-    results = (out, lse)[: 1 + both]
-    with torch.no_grad():
-        found = gradients(results, (x, y), weights[: 1 + both])
-    assert seen == [(1, 3)]
-    expected = torch.autograd.grad((x * y.exp(), (x + y).sum(1))[: 1 + both], (x, y), weights[: 1 + both])
-    assert all(torch.equal(*pair) for pair in zip(found, expected))
-    with pytest.raises(RuntimeError, match="not have been used"):
-        gradients((x * 2,), (y,), (torch.ones(3, 4, dtype=torch.float64),))

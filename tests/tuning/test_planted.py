@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -103,7 +104,7 @@ def raced(problem: Problem, flaw: Callable[..., Result]) -> Exception | None:
     candidate = Candidate(Planted(flaw), NATURAL, "1")
     runners = {candidate.title: (candidate, Admitted(1.0, 1.0, 0, 0.0))}
     found = Race(Request.of(problem), runners, candidate.title, differences=gate_of(problem).differences)
-    exhausted(found.run(lambda each: make(problem).call(*each.backend_and_order), None))
+    exhausted(found.run(lambda each: make(problem).call(*each.backend_and_order), math.inf))
     return found.rounds.failures.get(candidate.title)
 
 

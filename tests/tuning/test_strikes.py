@@ -99,20 +99,6 @@ def test_memory_that_others_took(free: tuple[int, ...], lies: bool, monkeypatch:
     assert status(explain(*qkv(32)), "planted") == ("quarantined" if lies else "failed")
 
 
-def test_one_lack_of_memory_is_no_fault() -> None:
-    errors = [MemoryError()]
-
-    def fault(*given: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return right(*given)
-
-    register(Planted(fault))
-    attend(*qkv(32))
-    assert quarantined().entries() == []
-    assert status(explain(*qkv(32)), "planted") != "failed"
-
-
 def strike(kind: quarantine.Kind) -> None:
     where, text = silicon("cpu"), "a fault"
     quarantined().add(Entry(backend="planted", version="1", silicon=where, kind=kind, reason=text, title="x"))

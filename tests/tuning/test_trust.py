@@ -82,19 +82,6 @@ def test_a_wrong_backend_is_reported_and_quarantined(
     assert row.reason in report(shorter).reason
 
 
-def test_a_new_version_is_tried_again() -> None:
-    register(Planted(planted.wrong_out))
-    attend(*qkv(32))
-    assert report({}).status == "incorrect"
-    forget()
-    backend = Planted(edition="2")
-    registry._added.clear()
-    register(backend)
-    attend(*qkv(32))
-    assert backend.calls > 0
-    assert report({}).status in ("chosen", "tie", "slower")
-
-
 DYING = """
 import logging, sys, torch
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)

@@ -20,7 +20,6 @@ from typing import Any
 
 from attn_dispatch import attend, explain
 from attn_dispatch.machine import load
-from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, Request, first_call_ms
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import Oracle
@@ -124,7 +123,6 @@ def judgement(one: Planned, names: Collection[str], seconds: float) -> dict[str,
     slow = {name for name, each in able.items() if first_call_ms(each, example.problem) and name not in names}
     left_out = sorted(slow)
     first_ms, wrong = checked(example, {name: each for name, each in able.items() if name not in left_out})
-    guard.end_idle_threads()
     calls = {name: example.call(*able[name].backend_and_order) for name in first_ms}
     near_ms = sum(each for each in first_ms.values() if each <= HOPELESS * min(first_ms.values()))
     turns = time_in_rounds(

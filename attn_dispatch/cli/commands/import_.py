@@ -14,16 +14,15 @@ from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.settings import existing_cache_folder
-from attn_dispatch.store.bundle import Refused, read_bundle
+from attn_dispatch.store.bundle import Refused, is_of_another_problem, read_bundle
 from attn_dispatch.store.decision import Damaged, Decision, from_elsewhere
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.plausible import why_refused
 from attn_dispatch.text import printable
 
 EXAMPLE = """examples:
   attn-dispatch import decisions.json
   attn-dispatch import s3://bucket/decisions.json /home/other/.cache/attn-dispatch
-      exit code 1 if some could not be read, or holds a time that no such machine can reach"""
+      exit code 1 if some could not be read"""
 
 OUTCOMES = ("added", "merged", "unchanged", "refused")
 
@@ -118,9 +117,8 @@ def _decisions(name: str) -> Iterator[Decision | Refused]:
 
 def _store(decision: Decision, store: Store) -> str | Refused:
     what = f"{decision.silicon}, key {decision.key}"
-    why = why_refused(decision)
-    if why:
-        return Refused(what, why)
+    if is_of_another_problem(decision):
+        return Refused(what, "its key is not that of its problem")
     try:
         return store.add(from_elsewhere(decision, "imported"))
     except OSError as error:

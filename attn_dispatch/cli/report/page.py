@@ -21,10 +21,11 @@ from attn_dispatch.cli.report.series import Point, Series, all_series
 from attn_dispatch.cli.tables import KEY_DIGITS, PLAIN, Table, cells, gain_of
 from attn_dispatch.decisions.explanation import HEAD, LEFT, Explanation
 from attn_dispatch.learning import speedups
-from attn_dispatch.learning.predict import PROBLEM_ERRORS, is_timed
+from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import SpeedupSeries
 from attn_dispatch.learning.thresholds import Threshold, by_length, threshold_of
 from attn_dispatch.settings import NO_HOME, NOWHERE
+from attn_dispatch.store.address import PROBLEM_ERRORS
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import gib, milliseconds, one_line, printable, titled
 
