@@ -2,7 +2,7 @@
 
 A problem without a decision runs by the best guess. Its trial goes on in slices at the end of its calls, whenever
 `$ATTN_DISPATCH_OVERHEAD` of the time spent in calls of problems on trial exceeds what trials have taken so far. The
-guess runs until the trial has ended; then its routes are dropped, and the next call takes the decision.
+guess runs until the trial has ended; then routes are dropped, and the next call takes the decision.
 
 A slice takes place in the caller's thread, never while a graph is captured or a backward pass runs. Within a process, a
 problem with gradients that was ever called under saved-tensor hooks keeps its guess: a recomputation in a checkpoint
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -51,7 +50,6 @@ MOST_AT_ONCE = 2  #: trials that go on at the same time, so that one ends before
 IDLE_CALLS = 200  #: calls of other problems after which a trial does not keep others from beginning
 
 Run = Callable[..., Any]
-Drop = Callable[[Problem], None]
 
 
 class _Account:
@@ -70,12 +68,12 @@ class _Account:
 
 _account = _Account()
 _trials: dict[tuple[str, Problem], _LiveTrial] = {}
-_slicing = threading.Lock()  # held through a slice: nobody waits for it
+_slicing = process_state.lock()  # held through a slice: nobody waits for it
 process_state.register(process_state.DECISIONS, _trials.clear, _account.clear)
 
 
-def sampled(run: Run, problem: Problem, decision: Decision, drop: Drop) -> Run:
-    """`run`, with slices of the problem's trial after its calls; `drop` forgets the problem's routes when it ends.
+def sampled(run: Run, problem: Problem, decision: Decision) -> Run:
+    """`run`, with slices of the problem's trial after its calls.
 
     Raises:
         InvalidInput: $ATTN_DISPATCH_OVERHEAD is wrong.
@@ -86,27 +84,20 @@ def sampled(run: Run, problem: Problem, decision: Decision, drop: Drop) -> Run:
         if trial is None:
             _abandon_forgotten()
             trial = _trials[key] = _LiveTrial(problem, decision)
-        if drop not in trial.drops:
-            trial.drops.append(drop)
-    return _SampledRun(run, trial)
 
-
-class _SampledRun:
-    def __init__(self, run: Run, trial: _LiveTrial) -> None:
-        self._run, self._trial = run, trial
-
-    def __call__(self, *args: Any, **tensors: Any) -> Any:
-        trial = self._trial
-        run = trial.run_instead(self._run)
-        if trial.ended or is_result_known() or capturing(trial.problem.device):
-            return run(*args, **tensors)
-        if trial.problem.device.type == "cuda":
-            return trial.timed_by_events(run, *args, **tensors)
+    def sampled_run(*args: Any, **tensors: Any) -> Any:
+        current = trial.run_instead(run)
+        if trial.ended or is_result_known() or capturing(problem.device):
+            return current(*args, **tensors)
+        if problem.device.type == "cuda":
+            return trial.timed_by_events(current, *args, **tensors)
         start = time.perf_counter()
-        result = run(*args, **tensors)
+        result = current(*args, **tensors)
         trial.note(time.perf_counter() - start)
         trial.watch_backward(result)
         return result
+
+    return sampled_run
 
 
 class _LiveTrial:
@@ -115,13 +106,12 @@ class _LiveTrial:
     def __init__(self, problem: Problem, guess: Decision) -> None:
         self.problem, self.guess = problem, guess
         self.ended = False
-        self.drops: list[Drop] = []
         self.held_bytes = 0
         self._share = settings.overhead_share()
         self._stored = decide.on_trial.get((guess.silicon, problem))
         self._new_run: Run | None = None
         self._pinned = False
-        self._switching = threading.Lock()  # guards `_pinned`, `_new_run` and `ended`
+        self._switching = process_state.lock()  # guards `_pinned`, `_new_run` and `ended`
         self._live_s: deque[float] = deque(maxlen=5)
         self._events: deque[Any] = deque(maxlen=64)
         self._last_call = 0
@@ -288,8 +278,8 @@ class _LiveTrial:
             if decision is not None and use:
                 self._new_run = runner(registry.load(decision.choice), decision.order, self.problem, None)
         _trials.pop((self.guess.silicon, self.problem), None)
-        for drop in self.drops:
-            drop(self.problem)
+        with decide.lock:
+            process_state.forget(process_state.ON_DEVICE)
 
 
 def _abandon_forgotten() -> None:
@@ -302,10 +292,7 @@ def _abandon_forgotten() -> None:
 
 def _abandon_all() -> None:
     """In a forked child: trials are the parent's, and other threads may have been amid a slice."""
-    global _slicing
-    _slicing = threading.Lock()
     for trial in _trials.values():
-        trial._switching = threading.Lock()
         trial.abandon()
     _trials.clear()
     _account.clear()

@@ -6,13 +6,12 @@ the static choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 
 import msgspec
 
-from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, forced_orders, orders_of, refusals_of, traceable
@@ -49,15 +48,6 @@ def runs(problem: Problem) -> bool:
     return bool(Request.of(problem).able)
 
 
-def with_reason(decision: Decision, text: str) -> Decision:
-    """The decision with a text added to the reason of its choice."""
-    rows = list(decision.candidates)
-    for index, row in enumerate(rows):
-        if row.id == decision.chosen:
-            rows[index] = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
-    return msgspec.structs.replace(decision, candidates=tuple(rows))
-
-
 def learned_decision(request: Request, prediction: predict.Prediction) -> Decision:
     """A decision with the predicted choice; it is not stored, since later evidence may change it."""
     rows = (_learned_row(each, prediction) for each in request.candidates)
@@ -85,16 +75,15 @@ def check_names(backend: object, order: object) -> None:
         raise InvalidInput(f"backend must be None or one of {', '.join(registry.names())}, got {backend!r}")
 
 
-def decision_among(request: Request, found: Sequence[Candidate], measured: Decision | None) -> Decision:
+def decision_among(
+    request: Request, found: Sequence[Candidate], choice: CandidateId | None, valid: Mapping[CandidateId, Row]
+) -> Decision:
     """A forced decision among the candidates `found`; no choice if none can run.
 
     Args:
-        measured: the measured decision of the problem, if there is one.
+        choice: the best measured one, if there is one. valid: the measured rows of those that can run.
     """
-    able = [each for each in found if each.row is None]
-    valid = {} if measured is None else look_up.valid_rows(measured, able)
-    choice = None if measured is None else look_up.best_candidate(measured, valid)
-    first = static_choice(able)
+    first = static_choice(found)
     if choice is None and first is not None:
         choice = first.id
     return request.decision(choice, "forced", (_decision_row(each, choice, valid.get(each.id)) for each in found))

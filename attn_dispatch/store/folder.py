@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from attn_dispatch import process_state
 from attn_dispatch.log import say_once
-from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_bytes
+from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_mb
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON, STORED, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
@@ -105,7 +105,7 @@ class Store:
         Raises:
             OSError: the file cannot be written. Damaged: the decision could not be read back.
         """
-        most, path = max_cache_bytes(), self.path(*decision.address)
+        most, path = max_cache_mb() * 1e6, self.path(*decision.address)
         encode(decision)  # before folders are created: it raises where the decision is invalid
         self._warn_if_shared()
         with files.locked(self.folder, path.parent):

@@ -129,22 +129,6 @@ def test_the_default_device_is_not_that_of_cached_masks(name: str, set_mode: Cal
     assert close(attend(q, k, v, pattern, backend="manual"), expected)
 
 
-@pytest.mark.full
-@crossed(lambda pattern, tracer: {"tracer": tracer}, pattern=PATTERNS, tracer=tuple(TRACERS))
-def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
-    """Also through lse; traced with and without gradients."""
-    for wanted in (False, True):
-        inputs = [x.requires_grad_(wanted) for x in qkv()]
-        for return_lse in (False, True):
-            graph = TRACERS[tracer](lambda q, k, v: attend(q, k, v, pattern, return_lse=return_lse), *inputs)  # noqa: B023
-            x = [each.detach().requires_grad_() for each in others()]
-            found, expected = graph(*x), exact(*x, pattern)
-            results = zip(found, expected) if return_lse else [(found, expected[0])]
-            totals = [sum(each.double().square().sum() for each in side) for side in zip(*results)]
-            pairs = zip(*(torch.autograd.grad(total, x) for total in totals))  # pyright: ignore[reportCallIssue, reportArgumentType]
-            assert all(close(one, other.double()) for one, other in pairs)
-
-
 @thinned("tracer", TRACERS, 2)
 def test_a_graph_holds_for_other_masks(tracer: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, key_mask: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend, explain, profile, register
-from attn_dispatch.calls import routes
 from attn_dispatch.decisions import call, decide
 from attn_dispatch.decisions.call import ResolvedCall
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
@@ -332,5 +331,5 @@ def test_a_replaced_decision_reaches_calls_by_ranks() -> None:
     problem = Problem.of(*qkv())
     chosen = on_device(problem).backend
     other = next(name for name in ("manual", "tiles") if not chosen.startswith(name))
-    routes.adopt(problem, decide.forced_decision(problem, other, None))
+    decide.adopt(problem, decide.forced_decision(problem, other, None))
     assert on_device(problem).backend.startswith(other)

@@ -233,7 +233,7 @@ def test_by_name() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_float32"])
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_float32", "native"])
 def test_backends_of_this_package(name: str) -> None:
     """Those that take least time: the same checks of all are in tests/backends."""
     found = conformance(registry.load(name))
