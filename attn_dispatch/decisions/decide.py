@@ -6,7 +6,6 @@ recomputation use the same backend.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -36,7 +35,7 @@ from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
-from attn_dispatch.store.decision import CandidateId, Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from attn_dispatch.text import printable, titled
@@ -60,9 +59,8 @@ os.register_at_fork(after_in_child=_deciding.clear)  # they may be held by threa
 
 #: Silicon (which depends on the number of threads), problem, forced backend, forced order.
 _Key = tuple[str, Problem, str | None, str | None]
-WHOLE_DECISIONS = 512  #: latest decisions of a process that are remembered with the rows of all candidates
-#: Decisions that are remembered, the latest used last: many more than routes, so that a call in use keeps its backend.
-MAX_DECISIONS = 16384
+#: Decisions that are remembered, the latest used last: more than routes, so that a call in use keeps its backend.
+MAX_DECISIONS = 8192
 MAX_ON_TRIAL = 4096  #: problems that wait for a trial between calls; past this the oldest keeps its guess
 _decided: OrderedDict[_Key, Decision] = OrderedDict()
 on_trial: dict[tuple[str, Problem], look_up.StoredDecision | None] = {}  #: by silicon: problems on trial between calls
@@ -88,8 +86,6 @@ def _explained(problem: Problem, backend: str | None, order: str | None) -> Expl
         return Explanation.of(decision or _forced_among(request, backend, order)[0])
     if decision is None:
         decision = decide_by_mode(_DeviceSteps(request, explained=True))
-    if decision.choice and not decision.candidates:
-        decision = look_up.with_rows(request, decision)
     if (request.silicon, problem) in on_trial:
         text = "the guess, while a trial goes on between calls"
         rows = (look_up.remarked(row, text) if row.id == decision.chosen else row for row in decision.candidates)
@@ -164,15 +160,10 @@ def counted(decision: Decision, *, loaded: bool = False) -> Decision:
 
 
 def _remember(key: _Key, decision: Decision) -> None:
-    """Remember a decision in this process; all but the latest are reduced to what calls need."""
+    """Remember a decision in this process."""
     with lock:
         _decided[key] = decision
         _decided.move_to_end(key)
-        if len(_decided) > WHOLE_DECISIONS:
-            old = next(itertools.islice(reversed(_decided), WHOLE_DECISIONS, None))
-            _decided[old] = msgspec.structs.replace(
-                _decided[old], candidates=(), problem={}, provenance={}, evidence=()
-            )
         drop_oldest(_decided, MAX_DECISIONS)
 
 
@@ -260,7 +251,7 @@ class _DeviceSteps:
         return self._use(stored)
 
     def locked_miss(self) -> Decision:
-        why = look_up.nothing_stored(self.request)
+        why = f"no decision is stored on {self.request.silicon}"
         if self.on_disk is not None:
             chosen = self.on_disk.decision.chosen
             reason = look_up.why_not(self.request, chosen) or "its version has changed"
@@ -268,8 +259,8 @@ class _DeviceSteps:
         if not self.explained:
             command = "run 'attn-dispatch profile' on it first, or use another mode"
             raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.request.problem}; {command}")
-        text, found = f"locked mode, and {why}: `attn-dispatch profile` measures it", self.request.candidates
-        rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=text) for c in found)
+        text = f"locked mode, and {why}: `attn-dispatch profile` measures it"
+        rows = (unmeasured.row_of(each, "not_measured", text) for each in self.request.candidates)
         return self.request.decision(None, "heuristic", rows)
 
     def measured(self) -> Decision | None:
@@ -447,8 +438,9 @@ def _forced_among(request: Request, backend: str | None, order: str | None) -> t
     able, measured = [each for each in found if each.row is None], None
     if len(able) > 1:
         measured = _decided.get((request.silicon, request.problem, None, None))
-        if (measured is None or not measured.candidates) and mode() != "off":
-            measured = look_up.read_believed(request)
+        if measured is None and mode() != "off":
+            measured = look_up.read_stored(request)
+            measured = None if measured is None or not look_up.is_believed(measured) else measured
     rows = {} if measured is None else look_up.valid_rows(measured, able)
     choice = None if measured is None else look_up.best_candidate(measured, rows)
     return unmeasured.decision_among(request, found, choice, rows), error

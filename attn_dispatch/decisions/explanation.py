@@ -53,13 +53,13 @@ class Explanation:
     others: tuple[Explanation, ...] = ()
 
     @classmethod
-    def of(cls, decision: Decision, source: str | None = None, request: Request | None = None) -> Explanation:
+    def of(cls, decision: Decision, request: Request | None = None) -> Explanation:
         """The explanation of a decision; of that of a `request`, with `configurations`."""
         device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
         return cls(
             choice=decision.choice or None,
             order=decision.order or None,
-            source=source or decision.decided_by,
+            source=decision.decided_by,
             key=decision.key,
             candidates=decision.candidates,
             problem=decision.title,

@@ -17,7 +17,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
 from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
@@ -104,20 +103,6 @@ def read_stored(request: Request) -> Decision | None:
         return mine
     given = shipped(request.silicon).get(request.address.key)
     return given if given is not None and _is_for(request, given) else None
-
-
-def nothing_stored(request: Request) -> str:
-    """Says that no decision is stored for a problem here, and for which machines and numbers of threads one is."""
-    threads = torch.get_num_threads()
-    here = f" ({threads} thread{'s' * (threads != 1)})" * (request.problem.device.type == "cpu")
-    others = ", ".join(Store(cache_folder()).silicons_of(request.plain))
-    return f"no decision is stored on {request.silicon}{here}" + f", but one on {others}" * bool(others)
-
-
-def read_believed(request: Request) -> Decision | None:
-    """What `read_stored` returns, if it `is_believed`."""
-    found = read_stored(request)
-    return found if found is not None and is_believed(found) else None
 
 
 def why_not(request: Request, name: CandidateId) -> str:
@@ -229,15 +214,6 @@ def _is_due(decision: Decision) -> bool:
         return False
     pause = FIRST_PAUSE * PAUSE_FACTOR ** (decision.attempts - 2) if decision.attempts > 1 else timedelta(0)
     return not timedelta(0) <= datetime.now(UTC) - time_of(decision.created) < pause
-
-
-def with_rows(request: Request, decision: Decision) -> Decision:
-    """A decision reduced to what calls need: with the rows on disk, else with that of its choice."""
-    stored = read_stored(request)
-    if stored is not None and stored.chosen == decision.chosen:
-        return stored
-    row = Row(backend=decision.choice, order=decision.order, status="chosen")
-    return request.decision(decision.chosen, decision.source, [row], confidence=decision.confidence)
 
 
 def with_current_environment(decision: Decision) -> Decision:

@@ -16,6 +16,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -55,12 +57,11 @@ Run = Callable[..., Any]
 class _Account:
     """Seconds of calls of problems on trial, and of slices; `calls` counts the former."""
 
-    def __init__(self) -> None:
-        self.clear()
+    live_s = spent_s = 0.0
+    calls = 0
 
     def clear(self) -> None:
-        self.live_s = self.spent_s = 0.0
-        self.calls = 0
+        vars(self).clear()
 
     def left_s(self, share: float) -> float:
         return share * self.live_s - self.spent_s
@@ -111,7 +112,7 @@ class _LiveTrial:
         self._stored = decide.on_trial.get((guess.silicon, problem))
         self._new_run: Run | None = None
         self._pinned = False
-        self._switching = process_state.lock()  # guards `_pinned`, `_new_run` and `ended`
+        self._switching = process_state.lock()  # guards `_pinned`, `_new_run`, `ended` and `_events`
         self._live_s: deque[float] = deque(maxlen=5)
         self._events: deque[Any] = deque(maxlen=64)
         self._last_call = 0
@@ -136,20 +137,13 @@ class _LiveTrial:
         end.record()
         self._events.append((start, end))
         self.watch_backward(result)
-        while (call_s := self._ended_call_s()) is not None:
-            self.note(call_s)
+        with self._switching:
+            ended = list(takewhile(lambda each: each[1].query(), self._events))
+            for _ in ended:
+                self._events.popleft()
+        for first, last in ended:
+            self.note(first.elapsed_time(last) / 1e3)
         return result
-
-    def _ended_call_s(self) -> float | None:
-        """The seconds of the earliest call that is not noted; None where it has not ended."""
-        try:
-            start, end = self._events.popleft()  # not looked at before, as another thread may take it
-        except IndexError:
-            return None
-        if not end.query():
-            self._events.appendleft((start, end))
-            return None
-        return float(start.elapsed_time(end)) / 1e3
 
     def watch_backward(self, result: Any) -> None:
         """Count the backward pass of a call's out, if it is ever run."""
@@ -172,16 +166,12 @@ class _LiveTrial:
         self._live_s.append(call_s)
         if _account.left_s(self._share) < max(self._need_s, SLICE_S) or not self._may_go_on():
             return
-        if not _slicing.acquire(blocking=False):
-            return
-        try:
-            if decide.measuring.acquire(blocking=False):
-                try:
-                    self._slice()
-                finally:
-                    decide.measuring.release()
-        finally:
-            _slicing.release()
+        with ExitStack() as held:
+            for lock in (_slicing, decide.measuring):
+                if not lock.acquire(blocking=False):
+                    return
+                held.callback(lock.release)
+            self._slice()
 
     def abandon(self) -> None:
         """End the trial without a decision: the guess stays."""
@@ -203,7 +193,7 @@ class _LiveTrial:
         try:
             if not self.ended:
                 with isolated(self.problem.device), preserved_rng(self.problem):
-                    self._advance()
+                    (self._begin if self._steps is None else self._go_on)()
         except Exception as error:
             logger.warning("the trial beside calls of %s was given up: %s", self.problem, one_line(error))
             self._end(None)
@@ -215,12 +205,6 @@ class _LiveTrial:
         finally:
             self._worked_s = self._clock()
             _account.spent_s += time.perf_counter() - self._slice_start
-
-    def _advance(self) -> None:
-        if self._steps is not None:
-            self._go_on()
-        else:
-            self._begin()  # a slice of its own: the first one of a process loads modules
 
     def _go_on(self) -> None:
         most_s = SLICE_S + SLICE_CALLS * statistics.median_low(self._live_s)
@@ -242,7 +226,10 @@ class _LiveTrial:
             self.held_bytes = trial.pause(HELD_SHARE * available_bytes(self.problem.device) - others)
 
     def _begin(self) -> None:
-        """Begin the trial; end it where neighbours that were measured meanwhile are sure."""
+        """Begin the trial; end it where neighbours that were measured meanwhile are sure.
+
+        In a slice of its own: the first one of a process loads modules.
+        """
         from attn_dispatch.tuning import tuner  # loaded only when something is measured
 
         request = Request.of(self.problem)

@@ -56,15 +56,17 @@ def learned_decision(request: Request, prediction: predict.Prediction) -> Decisi
 
 
 def _learned_row(each: Candidate, prediction: predict.Prediction) -> Row:
-    if each.row is not None:
-        return each.row
-    version = each.version
     if each.id == (prediction.backend, prediction.order):
         reason = f"by {len(prediction.evidence)} measured neighbours, confidence {prediction.confidence:.2f}"
-        return Row(backend=each.name, order=each.order, status="chosen", reason=reason, version=version)
+        return row_of(each, "chosen", reason)
     ratio = prediction.ratios.get(each.id)
     reason = "no neighbour measured it" if ratio is None else f"predicted at {ratio:.2f} times the chosen one's time"
-    return Row(backend=each.name, order=each.order, status="not_measured", reason=reason, version=version)
+    return row_of(each, "not_measured", reason)
+
+
+def row_of(each: Candidate, status: str, reason: str = "") -> Row:
+    """A row of a candidate that was not measured, unless it is ruled out."""
+    return each.row or Row(backend=each.name, order=each.order, status=status, reason=reason, version=each.version)
 
 
 def check_names(backend: object, order: object) -> None:
@@ -113,8 +115,8 @@ def no_backend_message(
         f"  q [{problem.batch}, {problem.q_len}, {problem.heads}, {problem.head_dim}]  k, v {kv}",
         *(f"  {titled(*row.id) if order is None else row.backend}: {row.reason}" for row in rows),
     ]
-    lines += ["Pass backend=None to let every backend be tried."] * (backend is not None)
-    return "\n".join(lines + ["Pass order=None to let every order be tried."] * (order is not None))
+    forced = [name for name, given in (("backend", backend), ("order", order)) if given is not None]
+    return "\n".join([*lines, *(f"Pass {name}=None to let every {name} be tried." for name in forced)])
 
 
 def _backend_candidates(problem: Problem, name: str, order: str | None) -> tuple[list[Candidate], Exception | None]:
@@ -157,17 +159,13 @@ def _unsupported_order(backend: Backend, problem: Problem, order: str, offered: 
 
 
 def _decision_row(each: Candidate, choice: CandidateId | None, measured: Row | None) -> Row:
-    if each.row is not None:
-        return each.row
-    chosen = each.id == choice
-    if measured is None:
-        status = "chosen" if chosen else "not_measured"
-        return Row(backend=each.name, order=each.order, status=status, version=each.version)
+    if each.row is not None or measured is None:
+        return row_of(each, "chosen" if each.id == choice else "not_measured")
     # Its ratios are relative to the chosen candidate of the race.
-    without_ratio = msgspec.structs.replace(measured, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
-    if not chosen or measured.status == "chosen":
-        return without_ratio
-    return msgspec.structs.replace(without_ratio, status="chosen", reason="")
+    row = msgspec.structs.replace(measured, ratio=None, ratio_low=None, ratio_high=None, break_even=None)
+    if each.id == choice and row.status != "chosen":
+        return msgspec.structs.replace(row, status="chosen", reason="")
+    return row
 
 
 def check_traceable(problem: Problem, decision: Decision) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -149,11 +149,6 @@ class Store:
         if most is not None and len(names) > most:
             names = sorted(sorted(names, key=lambda name: -_used(f"{folder}/{name}"))[:most])
         return [found for _, found in self._read_all(_addresses(silicon, group, names))]
-
-    def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
-        """The silicons for which a decision of the problem, as `Problem.to_dict` writes it, is stored."""
-        places = (Address.of(problem, silicon) for silicon in self._names())
-        return [each.silicon for each in places if each.is_valid and self.path(*each).is_file()]
 
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision with its path, sorted by silicon and key."""

@@ -214,18 +214,6 @@ def test_a_stored_decision_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -
     assert counted(loaded=1, measured=1, forced=1)
 
 
-def test_only_the_latest_decisions_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
-    monkeypatch.setattr(decisions, "WHOLE_DECISIONS", 2)
-    for length in (16, 24, 32, 40):
-        attend(*qkv(length), backend=None)
-    kept = [len(each.candidates) > 0 for each in decisions._decided.values()]
-    assert kept == [False, False, True, True]
-    found = explain(*qkv(16))
-    assert found.source == "measured" or found.source == "learned"
-    assert any(row.status == "chosen" and row.backend == found.choice for row in found.candidates)
-
-
 def test_a_call_that_was_decided_before_an_observer_began_is_observed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
     decide, seen = decisions.decision_for, list[Problem]()

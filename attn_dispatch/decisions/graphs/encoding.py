@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
@@ -15,21 +15,12 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import PATTERNS, Call, choose_pattern
 from attn_dispatch.spec.reordered import Reordered
 
-#: The fields of `Encoded` with their types in a graph, in the order that exported programs have them in.
-SCHEMA = {
-    "seq_lens": "Tensor?", "key_mask": "Tensor?", "documents": "Tensor?", "cu_seqlens": "Tensor?",
-    "alibi_slopes": "Tensor?", "bias": "Tensor?", "pattern": "str", "numbers": "SymInt[]", "scale": "float?",
-    "softcap": "float?", "backend": "str?", "order": "str?", "first_head": "SymInt?", "all_heads": "SymInt?",
-    "bias_needs_grad": "bool",
-}  # fmt: skip
-SAME = [name for name in SCHEMA if name in Call._fields]  #: those that a call has, too; but `pattern` is a text
-TENSORS = [name for name, kind in SCHEMA.items() if kind == "Tensor?"]  #: they come first
-#: The fields of each pattern, in the order in which they are encoded.
-FIELDS = {name: [each.name for each in fields(kind)] for name, kind in PATTERNS.items()}  # type: ignore[arg-type]
-
 
 class Encoded(NamedTuple):
-    """What the operators take of a call besides q, k and v: as `Call`, but for the pattern's text and numbers."""
+    """What the operators take of a call besides q, k and v: as `Call`, but for the pattern's text and numbers.
+
+    In the order that exported programs have them in; tensors come first.
+    """
 
     seq_lens: Tensor | None
     key_mask: Tensor | None
@@ -59,6 +50,18 @@ class Encoded(NamedTuple):
     @property
     def settings(self) -> tuple[Any, ...]:
         return self[len(TENSORS) :]
+
+
+_TYPES = {
+    Tensor | None: "Tensor?", str: "str", list[int]: "SymInt[]", float | None: "float?", str | None: "str?",
+    int | None: "SymInt?", bool: "bool",
+}  # fmt: skip
+#: The fields of `Encoded` with their types in a graph.
+SCHEMA = {name: _TYPES[kind] for name, kind in get_type_hints(Encoded).items()}
+SAME = [name for name in SCHEMA if name in Call._fields]  #: those that a call has, too; but `pattern` is a text
+TENSORS = [name for name, kind in SCHEMA.items() if kind == "Tensor?"]
+#: The fields of each pattern, in the order in which they are encoded.
+FIELDS = {name: [each.name for each in fields(kind)] for name, kind in PATTERNS.items()}  # type: ignore[arg-type]
 
 
 def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
