@@ -83,7 +83,7 @@ def _explained(problem: Problem, backend: str | None, order: str | None) -> Expl
     request = Request.of(problem)
     decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
-        return Explanation.of(decision or _forced_among(request, backend, order)[0])
+        return Explanation.of(decision or _forced_among(request, backend, order))
     if decision is None:
         decision = decide_by_mode(_DeviceSteps(request, explained=True))
     if (request.silicon, problem) in on_trial:
@@ -420,9 +420,9 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
     key = request.silicon, problem, backend, order
     decision = _decided.get(key)
     if decision is None:
-        decision, error = _forced_among(request, backend, order)
-        if error is not None:
-            raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {error!r}") from error
+        decision = _forced_among(request, backend, order)
+        if backend is not None and decision.candidates[0].status == "failed":
+            raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {decision.candidates[0].reason}")
         if not decision.choice:
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates, backend, order))
         if len(decision.candidates) > 1 and not cannot_measure(problem.device):
@@ -432,9 +432,9 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
     return decision
 
 
-def _forced_among(request: Request, backend: str | None, order: str | None) -> tuple[Decision, Exception | None]:
-    """The forced decision and the backend's error; reads the measured decision if several candidates can run."""
-    found, error = unmeasured.forced_candidates(request, backend, order)
+def _forced_among(request: Request, backend: str | None, order: str | None) -> Decision:
+    """The forced decision; reads the measured decision if several candidates can run."""
+    found = unmeasured.forced_candidates(request, backend, order)
     able, measured = [each for each in found if each.row is None], None
     if len(able) > 1:
         measured = _decided.get((request.silicon, request.problem, None, None))
@@ -443,4 +443,4 @@ def _forced_among(request: Request, backend: str | None, order: str | None) -> t
             measured = None if measured is None or not look_up.is_believed(measured) else measured
     rows = {} if measured is None else look_up.valid_rows(measured, able)
     choice = None if measured is None else look_up.best_candidate(measured, rows)
-    return unmeasured.decision_among(request, found, choice, rows), error
+    return unmeasured.decision_among(request, found, choice, rows)

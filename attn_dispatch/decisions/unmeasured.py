@@ -91,16 +91,14 @@ def decision_among(
     return request.decision(choice, "forced", (_decision_row(each, choice, valid.get(each.id)) for each in found))
 
 
-def forced_candidates(
-    request: Request, backend: str | None, order: str | None
-) -> tuple[list[Candidate], Exception | None]:
-    """The candidates of a forced backend, order or both; and the exception of a forced backend that raised.
+def forced_candidates(request: Request, backend: str | None, order: str | None) -> list[Candidate]:
+    """The candidates of a forced backend, order or both; one with the status `failed` where a forced backend raised.
 
     A forced backend is checked neither against free memory nor quarantine.
     """
     if backend is None:
-        return list(_order_candidates(request, order or NATURAL)), None
-    return _backend_candidates(request.problem, backend, order)
+        return list(_order_candidates(request, order or NATURAL))
+    return _backend_candidates(request.problem, registry.load(backend), order)
 
 
 def no_backend_message(
@@ -119,21 +117,18 @@ def no_backend_message(
     return "\n".join([*lines, *(f"Pass {name}=None to let every {name} be tried." for name in forced)])
 
 
-def _backend_candidates(problem: Problem, name: str, order: str | None) -> tuple[list[Candidate], Exception | None]:
+def _backend_candidates(problem: Problem, backend: Backend, order: str | None) -> list[Candidate]:
     """The candidates of one backend, in the forced order or the orders that it offers."""
-    backend = registry.load(name)
     try:
-        refusals = refusals_of(backend, problem)
-        if refusals:
-            return [ruled_out(backend, order or NATURAL, *status_and_reason(refusals))], None
+        if refusals := refusals_of(backend, problem):
+            return [ruled_out(backend, order or NATURAL, *status_and_reason(refusals))]
         offered = orders_of(backend, problem) or (NATURAL,)
         if order is not None and order not in forced_orders(backend, problem):
-            return [_unsupported_order(backend, problem, order, offered)], None
+            return [_unsupported_order(backend, problem, order, offered)]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way
-        raised = error if isinstance(error, Exception) else RuntimeError(one_line(error))
-        return [ruled_out(backend, order or NATURAL, "failed", one_line(error))], raised
+        return [ruled_out(backend, order or NATURAL, "failed", one_line(error))]
     version = registry.version_of(backend)
-    return [Candidate(backend, each, version) for each in (offered if order is None else (order,))], None
+    return [Candidate(backend, each, version) for each in (offered if order is None else (order,))]
 
 
 def _order_candidates(request: Request, order: str) -> Iterator[Candidate]:

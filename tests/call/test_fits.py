@@ -58,31 +58,19 @@ def setting(get: Callable[[], Any], put: Callable[[Any], None], value: Any) -> I
         put(before)
 
 
-def threads() -> AbstractContextManager[None]:
-    return setting(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1)
-
-
 def precision(value: str) -> AbstractContextManager[None]:
     return setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value)
 
 
-def deterministic() -> AbstractContextManager[None]:
-    return setting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True)
-
-
-@contextmanager
-def autocast(dtype: torch.dtype) -> Iterator[None]:
-    with torch.autocast("cpu", dtype):
-        yield
-
-
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "threads": threads,
+    "threads": lambda: setting(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads() + 1),
     "high": lambda: precision("high"),
     "medium": lambda: precision("medium"),
-    "deterministic": deterministic,
-    "autocast": lambda: autocast(torch.bfloat16),
-    "autocast-float16": lambda: autocast(torch.float16),
+    "deterministic": lambda: setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast-float16": lambda: torch.autocast("cpu", torch.float16),
     "no-grad": torch.no_grad,
     "inference": torch.inference_mode,
 }
