@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_dispatch import process_state
 from attn_dispatch.calls.tensor_match import Fits, fits
 from attn_dispatch.decisions import decide, unmeasured
-from attn_dispatch.decisions.call import ResolvedCall, decided, functions_of, run_function
+from attn_dispatch.decisions.call import ResolvedCall, made
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
@@ -81,20 +81,15 @@ def new_route(call: Call, key: Any) -> Route:
     if q.device.type == "meta":
         raise InvalidInput("q, k and v are on the meta device and hold no data; explain() takes them")
     forgotten = process_state.forgotten
-    forced = call.backend is not None or call.order is not None
     graphed = tracing.graphed(*tensors)
     traced = graphed or tracing.is_traced()
-    decision = decided(problem, call.backend, call.order, traced)
-    if forced and graphed:
-        unmeasured.check_traceable(problem, decision)
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
+    like = None if cast or traced else call
+    decision, run, heads_first = made(problem, call.backend, call.order, traced, like)
+    if graphed and (call.backend is not None or call.order is not None):
+        unmeasured.check_traceable(problem, decision)
     transposed = call.layout == "bhnd"
-    found = functions_of(problem, decision, None if cast or traced else tensors, call.layout)
     with decide.lock:
-        if not (forced or traced) and (latest := decide.latest(problem, decision)) is not decision:
-            found = found if latest.chosen == decision.chosen else functions_of(problem, latest)
-            decision = latest
-        run, heads_first = run_function(problem, decision, traced, found)
         next_route = None if key is None else routes.get(key)
         if next_route is not None and next_route.depth >= MAX_CHAIN - 1:
             next_route = None

@@ -98,56 +98,62 @@ process_state.register(process_state.ROUTES, _calls.clear)
 process_state.register(process_state.ON_DEVICE, _calls.clear)
 
 
-#: What a backend runs for tensors with tokens first; and for those with heads first, where it has a function.
-BackendFunctions = tuple[Callable[..., Result], Callable[..., Result] | None]
+def made(
+    problem: Problem, backend: str | None, order: str | None, traced: bool, like: Call | None = None
+) -> tuple[Decision, Callable[..., Result], bool]:
+    """Decide for a call, of which observers are told, and make the function that runs it.
 
-
-def functions_of(
-    problem: Problem, decision: Decision, tensors: tuple[Tensor, ...] | None = None, layout: str = "bnhd"
-) -> BackendFunctions:
-    """The functions of a decision's backend. With tensors it may build tables: then not to be called under the lock.
+    Where a trial goes on beside the problem's calls, the function pays for it.
 
     Args:
-        tensors: q, k and v in this layout, where those of all calls have their shapes and strides.
+        like: a call, where the tensors of all have its shapes and strides.
+
+    Returns:
+        The decision, the function, and whether this takes and returns tensors with heads first.
+    """
+    shared, forced = measured_for(problem), backend is not None or order is not None
+    notify(shared)
+    if forced:
+        decision = decide.forced_decision(problem, backend, order)
+    else:
+        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
+    run, heads_first = _functions(problem, decision, like)  # not under the lock: it may build tables
+    if traced:
+        return decision, run, False
+    with decide.lock:
+        latest = decision if forced else decide.latest(problem, decision)
+        if latest.chosen != decision.chosen:
+            run, heads_first = _functions(problem, latest)
+        asked = () if forced else (problem, shared)
+        on_trial = next((each for each in asked if (latest.silicon, each) in decide.on_trial), None)
+        if heads_first is not None and not (_observers or on_trial):
+            return latest, heads_first, True
+        run = observed(run, shared)
+        if on_trial is not None:
+            from attn_dispatch.decisions import online  # mode `online` alone
+
+            run = online.sampled(run, on_trial, latest)
+    return latest, run, False
+
+
+def _functions(
+    problem: Problem, decision: Decision, like: Call | None = None
+) -> tuple[Callable[..., Result], Callable[..., Result] | None]:
+    """What a decision's backend runs for tensors with tokens first; and with heads first, where it has a function.
 
     Raises:
         BackendFailed: the backend's `specialized` raised.
     """
     backend, order = registry.load(decision.choice), decision.order
-    if tensors is None:
+    if like is None:
         return runner(backend, order, problem, None), None
-    transposed = layout == "bhnd"
-    views = tuple(x.transpose(1, 2) for x in tensors) if transposed else tensors
     try:
-        first = specialized(backend, order, problem, tensors, heads_first=True) if transposed else None
-        return runner(backend, order, problem, views if first is None else None), first
+        first = specialized(backend, order, problem, like.qkv, heads_first=True) if like.layout == "bhnd" else None
+        return runner(backend, order, problem, like.tokens_first if first is None else None), first
     except NOT_WRAPPED:
         raise
     except Exception as error:
         raise ResolvedCall(backend.run, problem, titled(*decision.chosen)).failure(error) from error
-
-
-def run_function(
-    problem: Problem, decision: Decision, traced: bool, functions: BackendFunctions
-) -> tuple[Callable[..., Result], bool]:
-    """The run function of a decision. Where the call is not traced, it pays for a trial that goes on beside it.
-
-    Returns:
-        The function, and whether it takes and returns tensors with heads first.
-    """
-    run, heads_first = functions
-    if traced:
-        return run, False
-    asked = (problem, measured_for(problem)) if decision.source != "forced" else ()
-    on_trial = next((each for each in asked if (decision.silicon, each) in decide.on_trial), None)
-    if heads_first is not None and not (_observers or on_trial):
-        return heads_first, True
-    run = observed(run, measured_for(problem))
-    if on_trial is not None:
-        from attn_dispatch.decisions import online  # mode `online` alone
-
-        run = online.sampled(run, on_trial, decision)
-    return run, False
 
 
 def attend_on_device(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -162,29 +168,17 @@ def attend_on_device(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def resolve(problem: Problem, backend: str | None = None, order: str | None = None) -> ResolvedCall:
     """The decided or forced backend's run function for a problem; errors as of `attend`."""
-    traced, forced = tracing.is_traced(), backend is not None or order is not None
-    key = problem, backend, order, torch.get_num_threads()
-    found = None if traced else _calls.get(key)
-    if found is not None:
+    traced, key = tracing.is_traced(), (problem, backend, order, torch.get_num_threads())
+    if not traced and (found := _calls.get(key)) is not None:
         return found
     forgotten = process_state.forgotten
-    decision = decided(problem, backend, order, traced)
+    decision, run, _ = made(problem, backend, order, traced)
+    call = ResolvedCall(run, problem, titled(*decision.chosen))
     with decide.lock:
-        decision = decision if traced or forced else decide.latest(problem, decision)
-        run, _ = run_function(problem, decision, traced, functions_of(problem, decision))
-        call = ResolvedCall(run, problem, titled(*decision.chosen))
         if forgotten == process_state.forgotten and not cannot_measure(problem.device):  # see routes.new_route
             _calls[key] = call
             decide.drop_oldest(_calls, MAX_CALLS)
     return call
-
-
-def decided(problem: Problem, backend: str | None, order: str | None, traced: bool) -> Decision:
-    """The decision for a call, of which observers are told; forced where a backend or an order is given."""
-    notify(measured_for(problem))
-    if backend is not None or order is not None:
-        return decide.forced_decision(problem, backend, order)
-    return decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
 
 
 # --- observers --------------------------------------------------------------------------------------------------------
