@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +27,6 @@ from attn_dispatch.spec.orders import EXCHANGES, ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 from tests.support.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, formula, qkv
-from tests.support.pairwise import thinned
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -121,39 +120,25 @@ def test_masks_belong_to_the_call_and_not_to_the_route() -> None:
 
 
 def test_an_invalid_result_is_reported() -> None:
-    register(Plugin(change=lambda out, lse: (out,)))
+    register(Plugin(lambda out, lse: (out,)))
     with pytest.raises(BackendFailed, match="planted returned a tuple, neither out nor"):
         attend(*qkv(), backend="planted")
 
 
-BRANCHES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "tuples": lambda: ((4, 8), (1, 2)),
-    "lists": lambda: ([4, 8], [1, 2]),
-    "other-order": lambda: ([8, 4], [2, 1]),
-    "numpy": lambda: (np.array([4, 8]), np.array([1, 2])),
-    "torch": lambda: (torch.tensor([4, 8]), torch.tensor([1, 2])),
-    "range": lambda: (range(4, 9, 4), range(1, 3)),
-    "iterators": lambda: (iter([4, 8]), iter([1, 2])),
-}
-
-
-@thinned("branches", BRANCHES.values(), 3, BRANCHES)
-def test_any_sequence_of_branches(branches: Callable[[], tuple[Iterable[int], Iterable[int]]]) -> None:
+def test_any_sequence_of_branches() -> None:
     q, k, v = qkv()
     expected = attend(q, k, v, Dilated((4, 8), (1, 2)))
-    counts = []
-    for _ in range(2):
-        lengths, rates = branches()
-        assert torch.equal(attend(q, k, v, segment_lengths=lengths, dilation_rates=rates), expected)
-        counts.append(len(routes.routes))
+    kinds: list[Callable[[list[int]], Any]] = [tuple, list, reversed, np.array, torch.tensor, iter]
+    for kind in kinds:
+        counts = []
+        for _ in range(2):
+            branches: dict[str, Any] = {"segment_lengths": kind([4, 8]), "dilation_rates": kind([1, 2])}
+            assert torch.equal(attend(q, k, v, **branches), expected)
+            counts.append(len(routes.routes))
+        assert counts[0] == counts[1], "a repeated call adds no route"
     assert counted(measured=1)
-    assert counts[0] == counts[1], "a repeated call adds no route"
-
-
-def test_one_branch_may_be_a_number() -> None:
-    q, k, v = qkv()
-    found = attend(q, k, v, segment_lengths=8, dilation_rates=np.array(2), backend="manual")  # type: ignore[arg-type]
-    assert torch.equal(found, attend(q, k, v, Dilated((8,), (2,)), backend="manual"))
+    one: dict[str, Any] = {"segment_lengths": 8, "dilation_rates": np.array(2), "backend": "manual"}
+    assert torch.equal(attend(q, k, v, **one), attend(q, k, v, Dilated((8,), (2,)), backend="manual"))
 
 
 def test_meta_tensors_are_explained_and_not_run() -> None:

@@ -17,7 +17,7 @@ from attn_dispatch.kernels.native.steps import document_tables
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.problem_files import read_record
-from tests.call.test_packing import HEADS, IDS, LENGTH, PATTERNS, Three, expected, tensors
+from tests.call.test_packing import IDS, LENGTH, PATTERNS, Three, expected, tensors
 from tests.support.calls import close
 from tests.support.ordered import stored
 from tests.support.pairwise import crossed
@@ -93,16 +93,6 @@ def test_rounded_gradients_of_documents_in_groups(monkeypatch: pytest.MonkeyPatc
     for apart, some, together in zip(*found):
         assert torch.equal(apart, together)
         assert torch.equal(some, together)
-
-
-@able
-def test_softcap_slopes_and_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (x.detach().float() for x in tensors())
-    sink = torch.tensor([0.1, -0.4, 2.0, 0.0])
-    for more in ({"softcap": 5.0}, {"alibi_slopes": torch.rand(HEADS)}, {"alibi_slopes": torch.rand(2, HEADS)}):
-        given: Any = {"documents": IDS, "is_causal": True, "sink": sink, "return_lse": True, **more}
-        found, right = (attend(q, k, v, backend=name, **given) for name in ("native", "manual"))
-        assert all(close(x, y.double()) for x, y in zip(found, right))
 
 
 @able

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,19 +25,10 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from attn_dispatch.spec.shapes import pair_count
 from tests.support.calls import close, formula, qkv
-from tests.support.graphs import OP, PATTERNS, aot, attended, exact
+from tests.support.graphs import OP, PATTERNS, Called, aot, attended, exact
 from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("little_time", "fresh_compiler")
-
-
-class Attention(nn.Module):
-    def __init__(self, pattern: Pattern | None, **arguments: Any) -> None:
-        super().__init__()
-        self.pattern, self.arguments = pattern, arguments
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return attend(q, k, v, self.pattern, **self.arguments)
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this PyTorch has no such tag")
@@ -54,8 +45,8 @@ def test_graphs_of_reduce_overhead_leave_every_operator_out() -> None:
 def test_an_exported_program_is_saved_and_loaded(strict: bool) -> None:
     """Of any length, with gradients."""
     length = torch.export.Dim("length", min=2, max=4096)
-    shapes = {name: {1: length} for name in "qkv"}
-    module = Attention(Dilated((4, 8), (1, 2)), return_lse=True)
+    shapes = (({1: length},) * 3,)
+    module = Called(lambda q, k, v: attend(q, k, v, Dilated((4, 8), (1, 2)), return_lse=True))
     program = torch.export.export(module, qkv(), dynamic_shapes=shapes, strict=strict)
     assert [node.target for node in program.graph.nodes if node.op == "call_function"].count(OP) == 1
     file = io.BytesIO()
@@ -66,15 +57,6 @@ def test_an_exported_program_is_saved_and_loaded(strict: bool) -> None:
         q, k, v = (torch.randn(1, n, 2, 8) for _ in range(3))
         found, expected = loaded(q, k, v), formula(q, k, v, Dilated((4, 8), (1, 2)))
         assert all(close(one, other) for one, other in zip(found, expected))
-
-
-class Growing(nn.Module):
-    def __init__(self, pattern: Callable[[int], Pattern]) -> None:
-        super().__init__()
-        self.pattern = pattern
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return attend(q, k, v, self.pattern(q.shape[1]))
 
 
 @thinned(
@@ -88,12 +70,15 @@ class Growing(nn.Module):
     ids=["window", "dilated", "grid"],
 )
 def test_a_pattern_of_the_length_itself(pattern: Callable[[int], Pattern]) -> None:
+    def growing(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(q, k, v, pattern(q.shape[1]))
+
     length = 4 * torch.export.Dim("quarter", min=4, max=999)
-    shapes = {name: {1: length} for name in "qkv"}
+    shapes = (({1: length},) * 3,)
     for strict in (False, True):
-        program: Any = torch.export.export(Growing(pattern), qkv(), dynamic_shapes=shapes, strict=strict).module()
+        program: Any = torch.export.export(Called(growing), qkv(), dynamic_shapes=shapes, strict=strict).module()
         assert close(program(*qkv(48)), exact(*qkv(48), pattern(48))[0])
-    graph = make_fx(Growing(pattern), tracing_mode="symbolic")(*qkv())
+    graph = make_fx(growing, tracing_mode="symbolic")(*qkv())
     assert close(graph(*qkv(48)), exact(*qkv(48), pattern(48))[0])
 
 
@@ -118,15 +103,6 @@ def test_the_upper_left_alignment_of_any_lengths(function: Callable[..., Any], l
     for made in (program.module(), make_fx(function, tracing_mode="symbolic")(*drawn(0))):
         given = drawn(7)
         assert torch.allclose(made(*given), function(*given), atol=1e-6)
-
-
-class Called(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.function(*tensors)
 
 
 def test_a_batch_whose_size_is_data() -> None:
@@ -303,7 +279,7 @@ def test_flops_are_exact(pattern: Pattern) -> None:
     """4 d for each pair forward, 10 d backward; by plain calls, compiled ones and an exported program."""
     q, k, v = (x.requires_grad_() for x in qkv())
     pairs = int(pattern.multiplicity(16, 16, 2).expand(2, -1, -1).sum())
-    exported: Any = torch.export.export(Attention(pattern), qkv()).module()
+    exported: Any = torch.export.export(Called(lambda *x: attended(*x, pattern)), qkv()).module()
     for function in (lambda *x: attended(*x, pattern), lambda *x: attended(*x, pattern, backend="native"), exported):
         with FlopCounterMode(display=False) as counter:
             out = function(q, k, v)

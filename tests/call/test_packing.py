@@ -102,33 +102,6 @@ def test_documents_and_sinks_are_the_formula(pattern: Pattern, layout: str, with
     torch.testing.assert_close(found, torch.autograd.grad(right, inputs, weights))
 
 
-def test_starts_of_documents_are_the_same_as_ids() -> None:
-    q, k, v = tensors(batch=1)
-    starts = torch.tensor([0, 10, 20, 20, 45, 60], dtype=torch.int32)
-    assert torch.equal(attend(q, k, v, cu_seqlens=starts), attend(q, k, v, documents=IDS[:1]))
-
-
-def test_what_other_documents_hold_does_not_matter() -> None:
-    q, k, v = (x.detach() for x in tensors())
-    before = attend(q, k, v, documents=IDS)[:, :10].clone()
-    for x in (q, k, v):
-        x[0, 10:] = math.nan
-    assert torch.equal(attend(q, k, v, documents=IDS)[0, :10], before[0])
-
-
-def test_a_query_that_sees_no_key_has_the_sink_alone() -> None:
-    q, k, v = tensors()
-    sink = torch.full((HEADS,), 0.5, dtype=torch.float64, requires_grad=True)
-    key_mask = torch.ones(BATCH, LENGTH, dtype=torch.bool)
-    key_mask[1] = False
-    out, lse = attend(q, k, v, sink=sink, key_mask=key_mask, return_lse=True)
-    assert not out[1].any()
-    assert (lse[1] == 0.5).all()
-    grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v, sink))
-    assert all(grad.isfinite().all() for grad in grads)
-    assert not any(grad[1].any() for grad in grads[:3])
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_sink_keeps_the_dtype(dtype: torch.dtype) -> None:
     q, k, v = (x.detach().to(dtype) for x in tensors())

@@ -127,6 +127,7 @@ def test_few_queries_are_those_of_a_power_of_two_of_keys(tmp_path: Path, set_mod
     assert (problem.k_len, use.calls) == (64, 32)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_documents_and_compiled_calls_are_counted(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
     set_mode("predict")
     q, k, v = qkv(24)
@@ -140,7 +141,6 @@ def test_documents_and_compiled_calls_are_counted(tmp_path: Path, set_mode: Call
             compiled(q, k, v)
     ((problem, use),) = read_record(tmp_path / "compiled.jsonl").items()
     assert (replace(problem, return_lse=False), use.calls) == (Problem.of(q, k, v), 3)
-    torch.compiler.reset()
 
 
 def test_the_backward_pass_of_an_operator_is_no_call(tmp_path: Path, set_mode: Callable[[str], None]) -> None:

@@ -95,24 +95,6 @@ def test_a_plugin_that_does_not_declare_them_is_not_asked() -> None:
 # --- with everything else ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_bias_hides_never_matters(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "compiling", False)
-    q, k, v = (x.detach() for x in tensors(torch.float32))
-    bias = torch.zeros(1, HEADS, LENGTH, LENGTH)
-    bias[..., 20:] = -math.inf
-    exact = attend(q[:, :20], k[:, :20], v[:, :20], backend="manual")
-    for x in (k, v):
-        x[:, 20:] = torch.tensor([math.nan, math.inf, -math.inf, math.nan] * 4)[:, None, None]
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = attend(q, k, v, bias=bias, backend=backend)
-    assert close(out[:, :20], exact.double())
-    for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
-        assert grad.isfinite().all()
-        assert backend == "manual" or grad[:, 20:].any() == (grad.shape[2] == HEADS)
-
-
 @pytest.mark.full
 @thinned("name", TERMS, 3)
 def test_second_derivatives(name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
@@ -25,7 +25,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
 from tests.support.calls import close, counted, formula, qkv
-from tests.support.graphs import OP, Function, attended, exact
+from tests.support.graphs import OP, Called, Function, attended, exact
 from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -33,17 +33,8 @@ pytestmark = pytest.mark.usefixtures("little_time")
 PATTERNS = (Dense(), Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2)), Neighborhood((4, 4), (3, 3)))
 
 
-class Module(nn.Module):
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.function(*tensors)
-
-
 def exported(function: Function, *tensors: Tensor) -> Function:
-    return torch.export.export(Module(function), tensors, strict=False).module()
+    return torch.export.export(Called(function), tensors, strict=False).module()
 
 
 TRACERS: dict[str, Callable[..., Function]] = {
