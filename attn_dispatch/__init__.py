@@ -61,38 +61,21 @@ __all__ = [
 ]
 
 # Names are loaded when first used, so that the commands that need no torch start without it.
-_HOME = {
-    "attend": "dispatch",
-    "counters": "decisions.decide",
-    "replacing_sdpa": "compat.sdpa",
-    "explain": "dispatch",
-    "AttnDispatchError": "errors",
-    "BackendFailed": "errors",
-    "GroupMismatch": "errors",
-    "InvalidInput": "errors",
-    "NoBackend": "errors",
-    "NotDecided": "errors",
-    "RankLost": "errors",
-    "Explanation": "decisions.explanation",
-    "hardware": "machine.hardware",
-    "Dense": "spec.pattern",
-    "Dilated": "spec.pattern",
-    "Neighborhood": "spec.pattern",
-    "Window": "spec.pattern",
-    "Problem": "spec.problem",
-    "profile": "profiling",
-    "record": "recording",
-    "register": "kernels.registry",
-    "Reordered": "spec.orders",
-    "from_order": "spec.orders",
-    "positions": "spec.orders",
-    "to_order": "spec.orders",
-    "Sharded": "ring.shards",
-    "shard": "ring.shards",
-    "shard_positions": "ring.shards",
-    "unshard": "ring.shards",
-    "weights_of": "ring.shards",
+_NAMES = {
+    "compat.sdpa": ("replacing_sdpa",),
+    "decisions.decide": ("counters",),
+    "decisions.explanation": ("Explanation",),
+    "dispatch": ("attend", "explain"),
+    "kernels.registry": ("register",),
+    "machine.hardware": ("hardware",),
+    "profiling": ("profile",),
+    "recording": ("record",),
+    "ring.shards": ("Sharded", "shard", "shard_positions", "unshard", "weights_of"),
+    "spec.pattern": ("Dense", "Dilated", "Neighborhood", "Window"),
+    "spec.problem": ("Problem",),
+    "spec.orders": ("Reordered", "from_order", "positions", "to_order"),
 }
+_HOME = dict.fromkeys(__all__, "errors") | {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 ROUTES = "routes"  #: cached routes of calls: they hide problems from observers
+ON_DEVICE = "on device"  #: those of calls on one device, not over ranks, which forget theirs together
 DECISIONS = "decisions"  #: what was decided, measured and counted
 READ = "read"  #: what was read from disk, or noted there once
 FACTS = "facts"  #: what was checked, registered or logged once
 
 forgotten = 0  #: how often tables were emptied; what was worked out before that must not enter them after it
 
-_tables: dict[str, list[Callable[[], object]]] = {ROUTES: [], DECISIONS: [], READ: [], FACTS: []}
+_tables: dict[str, list[Callable[[], object]]] = {ROUTES: [], ON_DEVICE: [], DECISIONS: [], READ: [], FACTS: []}
 
 
 def register(kind: str, *clear: Callable[[], object]) -> None:
@@ -39,12 +40,19 @@ def forget_all() -> None:
     forget(*_tables)
 
 
-_locks: WeakSet[threading.Lock] = WeakSet()
+_locks: WeakSet[threading.Lock | threading.RLock] = WeakSet()
 
 
 def lock() -> threading.Lock:
     """A lock that is free in a forked child: the thread that held it does not exist there."""
     made = threading.Lock()
+    _locks.add(made)
+    return made
+
+
+def rlock() -> threading.RLock:
+    """A reentrant `lock`."""
+    made = threading.RLock()
     _locks.add(made)
     return made
 
@@ -56,7 +64,7 @@ starting = lock()
 
 def _free_locks() -> None:
     for each in _locks:
-        each._at_fork_reinit()  # type: ignore[attr-defined]
+        each._at_fork_reinit()  # type: ignore[union-attr]
 
 
 os.register_at_fork(after_in_child=_free_locks)

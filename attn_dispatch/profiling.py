@@ -11,16 +11,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from attn_dispatch.calls import routes
 from attn_dispatch.decisions import decide, look_up, trial_limits, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.machine import load
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
@@ -34,6 +32,7 @@ from attn_dispatch.store.decision import Decision, decode, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import Use, read_record
 from attn_dispatch.tuning.candidates import Request
+from attn_dispatch.tuning.example import make
 
 MIN_SECONDS = 0.05  #: least budget of a problem
 BACKWARD = 2.5  #: operations of a backward pass, relative to the forward pass: five matrix products to two
@@ -54,8 +53,6 @@ def profile(
     weights: Sequence[float] | None = None,
 ) -> list[Explanation]:
     """Measure problems and store each decision as soon as it is made, so that an interruption loses none.
-
-    What other programs disturbed is measured a second time, where the budget suffices.
 
     Args:
         problems: `Problem`s, or a file that `record` wrote. Of few queries and many keys, the next power of two of
@@ -134,43 +131,26 @@ def _largest_first(indices: Sequence[int], weights: Sequence[float]) -> Iterator
 
 
 def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
-    """Measure missing and outdated candidates; all of them if forced, after drift or a provisional decision.
-
-    What is provisional then is measured a second time where the budget suffices: no later process has to wait for it.
-    """
+    """Measure missing and outdated candidates; all of them if forced, or after a provisional decision."""
     precision = problem.matmul_precision if problem.dtype == torch.float32 else None
     if problem.deterministic and problem.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS refuses
+    budget_ms = math.inf if share_s is None else share_s * 1e3
     # Another thread may call attend() with the same problem.
     with decide.measuring, settings(problem.deterministic, precision):
-        return _measure_problem_locked(problem, share_s, force)
-
-
-def _measure_problem_locked(problem: Problem, share_s: float | None, force: bool) -> Explanation:
-    budget_ms = math.inf if share_s is None else share_s * 1e3
-    request = Request.of(problem)
-    stored = look_up.look_up(request, budget_ms)
-    if stored is not None and not look_up.is_confirmed(stored.decision):
-        stored = None  # another machine's, which nothing here has confirmed
-    anew = force or (stored is not None and (stored.decision.drift is not None or _is_open(stored.decision, budget_ms)))
-    if stored is not None and stored.is_valid and not anew:
-        return Explanation.of(stored.decision)
-    if stored is not None and anew:
-        stored = look_up.StoredDecision(stored.decision, stored.choice)  # `changed` empty: all candidates
-    decision = trial_limits.measure(request, share_s, **look_up.as_prior(stored))
-    if decision is None:
-        return decide.explain_problem(problem)
-    routes.adopt(problem, decision)
-    accepted = decision.attempts >= look_up.MOST_ATTEMPTS
-    if _is_open(decision, budget_ms) and not accepted and load.is_calm():  # what disturbed it is over
-        changed = () if stored is None else stored.changed  # only what was measured
-        again = look_up.StoredDecision(decision, decision.chosen, changed)
-        # With the same budget: less of it would leave out what now has a time.
-        second = trial_limits.measure(request, share_s, **look_up.as_prior(again))
-        if second is not None:
-            routes.adopt(problem, second)
-            decision = second
-    return Explanation.of(decision)
+        request = Request.of(problem)
+        stored = look_up.look_up(request, budget_ms)
+        if stored is not None and not look_up.is_confirmed(stored.decision):
+            stored = None  # another machine's, which nothing here has confirmed
+        if stored is not None and (force or _is_open(stored.decision, budget_ms)):
+            stored = look_up.StoredDecision(stored.decision, stored.choice)  # `changed` empty: all candidates
+        elif stored is not None and stored.is_valid:
+            return Explanation.of(stored.decision)
+        decision = trial_limits.measure(request, share_s, **look_up.as_prior(stored))
+        if decision is None:
+            return decide.explain_problem(problem)
+        decide.adopt(problem, decision)
+        return Explanation.of(decision)
 
 
 def _is_open(decision: Decision, budget_ms: float) -> bool:
@@ -287,21 +267,14 @@ def _measure_unsharded(
 
 def _measure_sharded(problem: Problem, link: Link, kind: str, budget_s: float | None, force: bool) -> Explanation:
     layout = Layout(deal(problem.q_len, link.size), kind)
-    sharded = ShardedProblem(problem, layout, link)
-    generator = torch.Generator().manual_seed(link.rank)
-
-    def random_tensor(heads: int) -> Tensor:
-        shape = problem.batch, layout.lengths[link.rank], heads, problem.head_dim
-        drawn = torch.randn(shape, generator=generator).to(problem.device, problem.dtype)
-        return drawn.requires_grad_(problem.needs_grad)
-
-    q, k, v = random_tensor(problem.heads), random_tensor(problem.kv_heads), random_tensor(problem.kv_heads)
-    masks: dict[str, Tensor] = {}
+    length = layout.lengths[link.rank]
+    own = make(replace(problem, ranks=1, q_len=length, k_len=length, has_seq_lens=False))
+    masks = dict(own.masks)
     if problem.has_seq_lens:
         masks["seq_lens"] = torch.full((problem.batch,), problem.q_len, device=problem.device)
-    if problem.has_key_mask:
-        masks["key_mask"] = torch.ones(q.shape[:2], dtype=torch.bool, device=problem.device)
     budget_ms = None if budget_s is None else budget_s * 1e3
     return Explanation.of(
-        group_decision.decide_together(sharded, (q, k, v), masks, None, force=force, budget_ms=budget_ms)
+        group_decision.decide_together(
+            ShardedProblem(problem, layout, link), (own.q, own.k, own.v), masks, None, force=force, budget_ms=budget_ms
+        )
     )

@@ -1,8 +1,7 @@
 """`record`: writes the problems of a real run to a file, with how often each was called and for how long.
 
 The file has one JSON object per line: a problem when it first occurs, and again with `calls` and `seconds` at the end
-of the block, and in growing intervals before it. Numbers of several lines, blocks and processes add up. `profile`
-reads it.
+of the block. Numbers of several lines, blocks and processes add up. `profile` reads it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from attn_dispatch.settings import record_file
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import printable
 
-FIRST_WRITE_S = 60.0  #: seconds until calls are first written; the next interval is twice as long, and so on
 CUDA_SAMPLES = 16  #: calls of a problem that are timed by events on a GPU
 
 
@@ -86,8 +84,6 @@ class _Use:
     first_s: float = 0.0
     timed: int = 0
     timed_s: float = 0.0
-    written_calls: int = 0
-    written_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -107,8 +103,6 @@ class _Recorder:
         self.file, self.process, self.lock = file, os.getpid(), process_state.lock()
         self.ended = False  # nothing more is written
         self.uses: dict[Problem, _Use] = {}
-        self.interval_s = FIRST_WRITE_S
-        self.next_write_s = time.monotonic() + self.interval_s
         self.events: list[tuple[_Use, bool, Any, Any]] = []  # CUDA events whose times are not read yet
 
     def note(self, problem: Problem) -> None:
@@ -124,67 +118,44 @@ class _Recorder:
         def counted(*args: Any, **tensors: Any) -> Any:
             if is_result_known() or capturing(problem.device):
                 return run(*args, **tensors)
-            first = use.calls == 0
-            if cuda and use.calls <= CUDA_SAMPLES:
-                events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-                events[0].record()
+            with self.lock:
+                first, by_events = use.calls == 0, cuda and use.calls <= CUDA_SAMPLES
+                use.calls += 1
+            if by_events:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record()
                 result = run(*args, **tensors)
-                events[1].record()
-                self._count(use, first, None, events)
-            elif cuda:
-                result = run(*args, **tensors)
-                self._count(use, first, None, None)
-            else:
-                start_s = time.perf_counter()
-                result = run(*args, **tensors)
-                self._count(use, first, time.perf_counter() - start_s, None)
+                end.record()
+                with self.lock:
+                    self.events.append((use, first, start, end))
+                return result
+            start_s = time.perf_counter()
+            result = run(*args, **tensors)
+            if not cuda:
+                with self.lock:
+                    use.add(time.perf_counter() - start_s, first=first)
             return result
 
         return counted
 
-    def _count(self, use: _Use, first: bool, seconds: float | None, events: list[Any] | None) -> None:
-        with self.lock:
-            use.calls += 1
-            if seconds is not None:
-                use.add(seconds, first=first)
-            if events is not None:
-                self.events.append((use, first, *events))
-        if time.monotonic() >= self.next_write_s:
-            self.interval_s *= 2
-            self.next_write_s = time.monotonic() + self.interval_s
-            self.write_uses()
-
     def write_uses(self) -> None:
-        """Append what was counted since the last time."""
+        """Append what was counted."""
         with self.lock:
-            self._read_events()
+            for use, first, start, end in self.events:
+                if end.query():  # the GPU has done it
+                    use.add(start.elapsed_time(end) / 1e3, first=first)
             for problem, use in self.uses.items():
-                calls, seconds = use.calls - use.written_calls, max(0.0, use.seconds - use.written_s)
-                if calls:
-                    self._write({**problem.to_dict(), "calls": calls, "seconds": seconds})
-                    use.written_calls, use.written_s = use.calls, use.written_s + seconds
-
-    def _read_events(self) -> None:
-        """The times of calls that the GPU has done; others are left for later."""
-        left = []
-        for use, first, start, end in self.events:
-            if end.query():
-                use.add(start.elapsed_time(end) / 1e3, first=first)
-            else:
-                left.append((use, first, start, end))
-        self.events = left
+                if use.calls:
+                    self._write({**problem.to_dict(), "calls": use.calls, "seconds": use.seconds})
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.ended or os.getpid() != self.process:  # a forked process has this one's counts, and the same file
             return
         try:
-            self._append(json.dumps(line) + "\n")
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
         except (OSError, ValueError) as error:
             self.ended = True  # a line may have been cut off, and must not go on with the next one
             if isinstance(error, OSError):  # else the block has ended, before a call of another thread
                 name, why = printable(str(self.file.name)), error.strerror or error
                 say_once(f"calls are not recorded any more: {name} cannot be written ({why})")
-
-    def _append(self, line: str) -> None:
-        self.file.write(line)
-        self.file.flush()

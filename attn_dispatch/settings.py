@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from attn_dispatch.log import say_once
 MODES = ("tune", "online", "predict", "locked", "off")
 NOWHERE = Path(os.devnull, "attn-dispatch")  #: stands for a missing cache folder: cannot be created, read or written
 
-DEFAULT_MB = 256.0  #: size of the cache folder in MB (10**6 bytes)
 NO_HOME = "this user has no home folder that can be written; set $ATTN_DISPATCH_CACHE_DIR to a folder"
 
 
@@ -49,10 +49,10 @@ expected_calls = Number("ATTN_DISPATCH_EXPECTED_CALLS", 1000.0, 1.0, math.inf, "
 trial_seconds = Number("ATTN_DISPATCH_TRIAL_SECONDS", 30.0, 0.0, math.inf, "a number >= 0")
 #: Seconds beyond its expected time after which a backend's call in a trial counts as hung.
 timeout_s = Number("ATTN_DISPATCH_TIMEOUT_S", 30.0, 0.1, 1e6, "a number from 0.1 to 1e6")
+#: Size of the cache folder in MB (10**6 bytes).
+max_cache_mb = Number("ATTN_DISPATCH_CACHE_MB", 256.0, sys.float_info.min, math.inf, "a number > 0")
 #: Share of the time of calls that trials beside them may take, in mode `online`.
 overhead_share = Number("ATTN_DISPATCH_OVERHEAD", 0.05, 0.0, 1.0, "a number from 0 to 1")
-#: Share of calls that the drift check times.
-sentinel_share = Number("ATTN_DISPATCH_SENTINEL", 0.0, 0.0, 1.0, "a number from 0 to 1")
 
 
 def mode() -> str:
@@ -103,15 +103,3 @@ def existing_cache_folder() -> Path:
     if folder == NOWHERE:
         raise AttnDispatchError(NO_HOME)
     return folder
-
-
-def max_cache_bytes() -> float:
-    """$ATTN_DISPATCH_CACHE_MB in bytes. Raises InvalidInput for no number > 0."""
-    text = os.environ.get("ATTN_DISPATCH_CACHE_MB", "")
-    try:
-        value = float(text) if text else DEFAULT_MB
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise InvalidInput(f"$ATTN_DISPATCH_CACHE_MB must be a number > 0, got {text!r}")
-    return value * 1e6

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
-from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, chain, groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,21 +25,44 @@ from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_sink
 
 
-class Run(NamedTuple):
-    """Consecutive documents of one length, in tokens."""
+@dataclass(frozen=True)
+class Documents:
+    """The lengths of the documents of each row of a batch."""
 
-    documents: int
-    length: int
+    lengths: list[list[int]]
+    device: torch.device
+
+    @cached_property
+    def counts(self) -> dict[int, int]:
+        """How many documents have each length, the least first."""
+        return dict(sorted(Counter(chain.from_iterable(self.lengths)).items()))
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The places of all tokens in the batch, one row after the other, ordered by the length of their document."""
+        starts = list(accumulate(chain.from_iterable(self.lengths), initial=0))
+        documents = sorted(pairwise(starts), key=lambda each: each[1] - each[0])
+        return torch.cat([torch.arange(*each) for each in documents]).to(self.device)
 
     @property
-    def tokens(self) -> int:
-        return self.documents * self.length
+    def rows_are_alike(self) -> bool:
+        return all(row == self.lengths[0] for row in self.lengths)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """x [batch, len, ...] as a tensor [documents, tokens, ...] for each length."""
+        sizes = [length * count for length, count in self.counts.items()]
+        parts = torch.split(x.flatten(0, 1).index_select(0, self.tokens), sizes)
+        return [torch.unflatten(part, 0, (-1, length)) for part, length in zip(parts, self.counts)]
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Undo `split`."""
+        whole = torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, self.tokens.argsort())
+        return torch.unflatten(whole, 0, (len(self.lengths), -1))
 
 
 def sink(call: Call) -> Rewritten | None:
@@ -106,17 +130,18 @@ def documents(call: Call) -> Rewritten | None:
     if not call.packs:
         return None
     check_alone(call)
-    common = isinstance(choose_pattern(call), Dense | Window | Dilated)  # a pattern of rows of any length
+    common = choose_pattern(call).lengthened(1, 2) is not None  # a pattern of rows of any length
     problem = Problem.of_call(call if common else call.with_pattern(None), may_be_empty=True)
-    rows = _rows(call.documents, call.cu_seqlens, problem.batch, problem.q_len, problem.k_len)
+    lengths = lengths_of(call, problem.batch, problem.q_len, problem.k_len)
     if not call.q.numel():
         return Rewritten([call._replace(documents=None, cu_seqlens=None)], only)
+    given = Documents(lengths, call.q.device)
     traced = tracing.is_traced(*call.qkv) or tracing.has_tangents(*call.qkv, *call.tensors.values())
     if traced:
-        return Rewritten(packed(call, rows), partial(_joined, call, rows))
+        return Rewritten(_calls(call, given), partial(_joined, call, given))
     check_names(call.backend, call.order)
     whole = replace(problem, is_document=True) if common else None
-    return Rewritten([], lambda _: _by_documents(call, rows, whole), lambda: _explained(call, rows, whole))
+    return Rewritten([], lambda _: _by_documents(call, given, whole), lambda: _explained(call, given, whole))
 
 
 def check_alone(call: Call) -> None:
@@ -126,15 +151,15 @@ def check_alone(call: Call) -> None:
         raise InvalidInput(f"documents and cu_seqlens cannot be given with seq_lens; {why}")
 
 
-def _by_documents(call: Call, rows: list[list[Run]], whole: Problem | None) -> Any:
+def _by_documents(call: Call, given: Documents, whole: Problem | None) -> Any:
     """The results of packed rows, whose problem as a whole is `whole`, where their pattern is of rows of any length."""
     cast = None if call.q.dtype == torch.float64 else autocast_dtype(call.q.device.type)
     with nullcontext() if cast is None else torch.autocast(call.q.device.type, enabled=False):
         if cast is not None:
             call = call._replace(**{name: getattr(call, name).to(cast) for name in "qkv"})
-        if whole is not None and (resolved := _at_once(whole, rows, (call.backend, call.order))) is not None:
-            return _all_documents(resolved, call, rows)
-        return _joined(call, rows, [_of_one_length(each) for each in packed(call, rows)])
+        if whole is not None and (resolved := _at_once(whole, given, (call.backend, call.order))) is not None:
+            return _all_documents(resolved, call, given)
+        return _joined(call, given, [_of_one_length(each) for each in _calls(call, given)])
 
 
 def _of_one_length(call: Call) -> Any:
@@ -144,53 +169,52 @@ def _of_one_length(call: Call) -> Any:
     return call.returned(out, lse)
 
 
-def _explained(call: Call, rows: list[list[Run]], whole: Problem | None) -> list[Explanation]:
-    """Of the documents that most of the work is for, where a backend takes all at once; else of each run."""
-    if whole is not None and _one_call_would_do(whole, rows):
-        usual = explain_problem(_usual(whole, rows), call.backend, call.order)
-        if usual.choice is not None and usual.order is not None and _takes_all(whole, usual.choice, usual.order):
-            return [usual]
-    problems = dict.fromkeys(replace(Problem.of_call(each), is_document=True) for each in packed(call, rows))
+def _explained(call: Call, given: Documents, whole: Problem | None) -> list[Explanation]:
+    """Of the documents that most of the work is for, where a backend takes all at once; else of each length."""
+    if whole is not None and (usual := _usual(whole, given)) is not None:
+        found = explain_problem(usual, call.backend, call.order)
+        if found.choice is not None and _takes_all(whole, found.choice, found.order):
+            return [found]
+    problems = [replace(Problem.of_call(each), is_document=True) for each in _calls(call, given)]
     return [explain_problem(each, call.backend, call.order) for each in problems]
 
 
-def _at_once(problem: Problem, rows: list[list[Run]], forced: tuple[Any, Any]) -> ResolvedCall | None:
+def _at_once(problem: Problem, given: Documents, forced: tuple[Any, Any]) -> ResolvedCall | None:
     """A call of the `run_documents` of the backend that is forced, or decided for most of the work.
 
     None where it has none, or that does not take this problem, which is of packed rows, or a trial goes on between
     calls, which are those of single documents.
     """
-    if not _one_call_would_do(problem, rows):
+    if (usual := _usual(problem, given)) is None:
         return None
-    usual = _usual(problem, rows)
-    key = problem, measured_for(usual), forced, torch.get_num_threads()
+    usual = measured_for(usual)
+    key = problem, usual, forced, torch.get_num_threads()
     if key in _calls_at_once:
         return _calls_at_once[key]
     name, order = forced
     if forced == (None, None):
-        notify(measured_for(usual))
+        notify(usual)
         decision = decision_for(usual)
-        if (decision.silicon, measured_for(usual)) in on_trial:
+        if (decision.silicon, usual) in on_trial:
             return None
         name, order = decision.chosen
-    run = None if name is None else registry.load(name).run_documents
-    if name is None or run is None or not _takes_all(problem, name, order):
+    if name is None or not _takes_all(problem, name, order):
         return None
     with lock:
-        run = observed(run, measured_for(usual))
+        run = observed(registry.load(name).run_documents, usual)  # type: ignore[arg-type]
         call = _calls_at_once[key] = ResolvedCall(run, problem, name)
         drop_oldest(_calls_at_once, MAX_CALLS)
     return call
 
 
-def _one_call_would_do(problem: Problem, rows: list[list[Run]]) -> bool:
-    return not problem.bias and (problem.alibi_axes < 2 or len(_alike(rows)) == 1)
-
-
-def _usual(problem: Problem, rows: list[list[Run]]) -> Problem:
-    """A document of the mean length, weighted by pairs: most of the work is of its kind."""
-    runs = [run for row in rows for run in row]
-    length = sum(run.tokens * run.length**2 for run in runs) // sum(run.tokens * run.length for run in runs)
+def _usual(problem: Problem, given: Documents) -> Problem | None:
+    """A document of the mean length, weighted by pairs, of whose kind most of the work is; None where one call cannot
+    take all documents.
+    """
+    if problem.bias or (problem.alibi_axes == 2 and not given.rows_are_alike):
+        return None
+    cubes, squares = (sum(count * n**power for n, count in given.counts.items()) for power in (3, 2))
+    length = cubes // squares
     pattern = problem.pattern.simplify(length, length, problem.heads)
     return replace(problem, batch=1, q_len=length, k_len=length, pattern=pattern)
 
@@ -205,115 +229,64 @@ _calls_at_once: dict[Any, ResolvedCall] = {}
 process_state.register(process_state.ROUTES, _calls_at_once.clear)
 
 
-def _all_documents(resolved: ResolvedCall, call: Call, rows: list[list[Run]]) -> Any:
+def _all_documents(resolved: ResolvedCall, call: Call, given: Documents) -> Any:
     """The results of a backend that takes all documents. Rows that differ are computed as one."""
-    (q, k, v), tensors = call.tokens_first, call.tensors
-    batch, alike = len(rows), len(_alike(rows)) == 1
-    if not alike:
+    (q, k, v), tensors, lengths = call.tokens_first, call.tensors, given.lengths[0]
+    if not given.rows_are_alike:
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
         mask = call.key_mask
         tensors = {**tensors, "key_mask": None if mask is None else mask.flatten(0, 1)[None]}
         problem = replace(resolved.problem, batch=1, q_len=q.shape[1], k_len=q.shape[1])
-        resolved = replace(resolved, problem=problem)
-    lengths = tuple(run.length for row in rows[: 1 if alike else batch] for run in row for _ in range(run.documents))
-    out, lse = replace(resolved, run=partial(resolved.run, lengths=lengths)).result(q, k, v, **tensors)
-    if not alike:
+        resolved, lengths = replace(resolved, problem=problem), [length for row in given.lengths for length in row]
+    run = partial(resolved.run, lengths=tuple(lengths))
+    out, lse = replace(resolved, run=run).result(q, k, v, **tensors)
+    if not given.rows_are_alike:
+        batch = len(given.lengths)
         out = torch.unflatten(out[0], 0, (batch, -1))
         lse = None if lse is None else torch.unflatten(lse[0], 1, (batch, -1)).transpose(0, 1)
     return call.returned(out, lse)
 
 
-def packed(call: Call, rows: list[list[Run]]) -> list[Call]:
-    """One call, with tokens first, for each run of equally long documents, with its part of the tensors."""
-    parts = {name: _split(x, rows) for name, x in zip("qkv", call.tokens_first)}
-    if call.key_mask is not None:
-        parts["key_mask"] = _split(call.key_mask, rows)
-    if call.bias is not None:
-        parts["bias"] = _blocks(call.bias, rows)
-    if call.alibi_slopes is not None:
-        parts["alibi_slopes"] = _of_documents(call.alibi_slopes, rows)
-    each = call._replace(documents=None, cu_seqlens=None, layout="bnhd")
-    return [each._replace(**dict(zip(parts, some))) for some in zip(*parts.values())]
+def _calls(call: Call, given: Documents) -> list[Call]:
+    """One call, with tokens first, for the documents of each length, with its part of the tensors."""
+    tensors = {**dict(zip("qkv", call.tokens_first)), "key_mask": call.key_mask}
+    parts = {name: given.split(x) for name, x in tensors.items() if x is not None}
+    batch, length = call.q.shape[0], sum(given.lengths[0])
+    places = torch.arange(batch * length, device=call.q.device).view(batch, length)
+    bias, slopes, found = call.bias, call.alibi_slopes, []
+    for number, tokens in enumerate(given.split(places)):  # [documents, tokens]
+        own: dict[str, Any] = {name: some[number] for name, some in parts.items()}
+        rows, within = tokens[:, 0] // length, tokens % length
+        if bias is not None:  # the blocks on its diagonal
+            own["bias"] = bias[rows[:, None, None] % len(bias), :, within[..., None], within[:, None]].movedim(-1, 1)
+        if slopes is not None and slopes.ndim == 2:
+            own["alibi_slopes"] = slopes[rows]
+        found.append(call._replace(documents=None, cu_seqlens=None, layout="bnhd", **own))
+    return found
 
 
-def lengths_of(call: Call, batch: int, tokens: int) -> list[list[int]]:
-    """The lengths of the documents of each row, of which `tokens` is the length."""
-    rows = _rows(call.documents, call.cu_seqlens, batch, tokens, tokens)
-    return [[run.length for run in row for _ in range(run.documents)] for row in rows]
+def _joined(call: Call, given: Documents, results: list[Any]) -> Any:
+    """The results of the calls for each length as those of the packed rows."""
+    if not call.return_lse:
+        return call.returned(given.joined(results), None)
+    out, lse = given.joined([out for out, _ in results]), given.joined([lse.transpose(1, 2) for _, lse in results])
+    return call.returned(out, lse.transpose(1, 2))
 
 
-def _rows(documents: object, cu_seqlens: object, batch: int, q_len: int, k_len: int) -> list[list[Run]]:
-    """The documents of each row of the batch.
-
-    Args:
-        documents: integers [batch, len]; tokens with equal ids, which must stand together, are one document.
-        cu_seqlens: integers [documents + 1], for a batch of one row: where each document starts, and the last one ends.
+def lengths_of(call: Call, batch: int, q_len: int, k_len: int) -> list[list[int]]:
+    """The lengths of the documents of each row of the batch: of `documents`, integers [batch, len], of which equal ids
+    that stand together are one; or of `cu_seqlens`, [documents + 1], for one row: where each starts, and the last ends.
 
     Raises:
         InvalidInput: an argument is wrong.
     """
     if q_len != k_len:
         raise InvalidInput(f"documents and cu_seqlens need q_len == k_len, got {q_len} and {k_len}")
-    if documents is not None and cu_seqlens is not None:
+    if call.documents is not None and call.cu_seqlens is not None:
         raise InvalidInput("give documents or cu_seqlens, not both")
-    if documents is not None:
-        lengths = _lengths_of_ids(documents, batch, q_len)
-    else:
-        lengths = [_lengths_of_starts(cu_seqlens, batch, q_len)]
-    return [[Run(len(list(same)), length) for length, same in groupby(row) if length] for row in lengths]
-
-
-def _alike(rows: list[list[Run]]) -> list[tuple[slice, list[Run]]]:
-    """Neighbouring rows with documents of the same lengths, which one call takes; and these."""
-    found, first = [], 0
-    for runs, same in groupby(rows):
-        found.append((slice(first, first + len(list(same))), runs))
-        first = found[-1][0].stop
-    return found
-
-
-def _split(x: Tensor, rows: list[list[Run]]) -> list[Tensor]:
-    """x [batch, len, ...] as a tensor [documents, tokens, ...] for each run; views where rows differ."""
-    cut = ((torch.split(x[some], [run.tokens for run in runs], 1), runs) for some, runs in _alike(rows))
-    return [torch.unflatten(piece, 1, run).flatten(0, 1) for pieces, runs in cut for piece, run in zip(pieces, runs)]
-
-
-def _blocks(bias: Tensor, rows: list[list[Run]]) -> list[Tensor]:
-    """The bias of each run, [documents, 1 or heads, tokens, tokens], of the blocks on its diagonal."""
-    parts: list[Tensor] = []
-    for some, runs in _alike(rows):
-        row, start = bias[some if len(bias) > 1 else slice(None)], 0
-        for run in runs:
-            places = [slice(at, at + run.length) for at in range(start, start + run.tokens, run.length)]
-            part = torch.stack([row[:, :, place, place] for place in places], 1)
-            parts.append(part.expand(some.stop - some.start, *part.shape[1:]).flatten(0, 1))
-            start += run.tokens
-    return parts
-
-
-def _of_documents(slopes: Tensor, rows: list[list[Run]]) -> list[Tensor]:
-    """The slopes [heads] or [documents, heads] of each run."""
-    if slopes.ndim == 1:
-        return [slopes for _, runs in _alike(rows) for _ in runs]
-    return [slopes[some].repeat_interleave(run.documents, 0) for some, runs in _alike(rows) for run in runs]
-
-
-def _joined(call: Call, rows: list[list[Run]], results: list[Any]) -> Any:
-    """The results of the calls of `packed` as those of the packed rows."""
-    if not call.return_lse:
-        return call.returned(_whole(results, rows), None)
-    out, lse = _whole([out for out, _ in results], rows), _whole([lse.transpose(1, 2) for _, lse in results], rows)
-    return call.returned(out, lse.transpose(1, 2))
-
-
-def _whole(parts: list[Tensor], rows: list[list[Run]]) -> Tensor:
-    """Undo `_split`."""
-    left = iter(parts)
-    found = [
-        torch.cat([torch.unflatten(next(left), 0, (-1, run.documents)).flatten(1, 2) for run in runs], 1)
-        for _, runs in _alike(rows)
-    ]
-    return torch.cat(found)
+    if call.documents is not None:
+        return _lengths_of_ids(call.documents, batch, q_len)
+    return [[length for length in _lengths_of_starts(call.cu_seqlens, batch, q_len) if length]]
 
 
 def _lengths_of_ids(documents: object, batch: int, length: int) -> list[list[int]]:

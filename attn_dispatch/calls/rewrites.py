@@ -6,14 +6,12 @@ Their order in `REWRITES` says how arguments combine: an earlier one sees all ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from attn_dispatch.calls import packing, widths
-from attn_dispatch.calls.routes import known_route, new_route
 from attn_dispatch.decisions.call import Rewritten, only
 from attn_dispatch.decisions.decide import explain_problem
 from attn_dispatch.decisions.explanation import Explanation
@@ -82,7 +80,7 @@ def over_mesh(call: Call) -> Rewritten | None:
     if call.packs:
         packing.check_alone(call)
         if over_mesh.spread_over(call.mesh)[0].size > 1:
-            return packed_rows.rows_over_mesh(call, partial(packing.lengths_of, call))
+            return packed_rows.rows_over_mesh(call, lambda batch, n: packing.lengths_of(call, batch, n, n))
     return over_mesh.over_mesh(call)
 
 
@@ -123,21 +121,6 @@ REWRITES: tuple[Callable[[Call], Rewritten | None], ...] = (
     in_transforms,
     widths.empty,
 )
-
-
-def run(call: Call) -> Any:
-    """What `attend` returns for a call."""
-    route = None if is_dynamo_compiling() else known_route(call)
-    return rewritten(call) if route is None else route.attended(call)
-
-
-def rewritten(call: Call) -> Any:
-    """What `attend` returns for a call without a route; torch.compile traces this as far as the operator."""
-    for rewrite in REWRITES:
-        found = rewrite(call)
-        if found is not None:
-            return found.join([run(each) for each in found.calls])
-    return new_route(call).attended(call)
 
 
 def explained(call: Call) -> list[Explanation]:

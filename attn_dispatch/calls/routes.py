@@ -8,21 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from attn_dispatch import process_state
 from attn_dispatch.calls.tensor_match import Fits, fits
 from attn_dispatch.decisions import decide, unmeasured
-from attn_dispatch.decisions.call import ResolvedCall, decided, functions_of, run_function
-from attn_dispatch.decisions.decide import lock
+from attn_dispatch.decisions.call import ResolvedCall, made
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec import orders, tracing
+from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
-from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values
-from attn_dispatch.spec.torch_settings import current_flash, deterministic_or_warning, matmul_precision, only_warning
-from attn_dispatch.store.decision import Decision
+from attn_dispatch.spec.torch_settings import matmul_precision
 from attn_dispatch.text import titled
 
 MAX_ROUTES = 4096  #: entries of the table of routes, 5 to 20 KB each; past this the oldest is made anew if needed
@@ -70,79 +66,33 @@ class Route(ResolvedCall):
         return (out, lse) if return_lse else out
 
 
-grad_enabled, threads = torch.is_grad_enabled, torch.get_num_threads  # looked up once
-# 0 in every stored signature: routes found without dispatch modes are not used under one. Nor are they where there may
-# be tangents.
+# 0 in every stored key: routes found without dispatch modes are not used under one. Nor are they where there may be
+# tangents.
 mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 forward_ad = tracing.forward_ad
 routes: dict[Any, Route] = {}
 process_state.register(process_state.ROUTES, routes.clear)
+process_state.register(process_state.ON_DEVICE, routes.clear)
 
 
-def _signature(call: Call) -> Any:
-    """The key of a call's routes, which attend() has written out; None for one without."""
-    q, seq_lens, key_mask = call.q, call.seq_lens, call.key_mask
-    try:
-        signature = (
-            q.shape, call.k.numel(), call.pattern, call.segment_lengths, call.dilation_rates, call.is_causal,
-            call.dropout_p, call.scale, call.layout, call.backend, call.order, call.return_lse, call.first_head,
-            call.all_heads,
-            None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
-            None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
-            (call.softcap is None and call.bias is None and call.alibi_slopes is None)
-            or (call.softcap, facts(call.bias), facts(call.alibi_slopes)),
-            grad_enabled(), deterministic_or_warning() and not only_warning(), threads(), mode_count(),
-            current_flash(), forward_ad._current_level, functional.scaled_dot_product_attention,
-        )  # fmt: skip
-        hash(signature)
-    except (TypeError, AttributeError, RuntimeError):
-        return None
-    return signature
-
-
-def facts(x: Tensor | None) -> Any:
-    """What a signature holds of a tensor that changes scores."""
-    return None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
-
-
-def known_route(call: Call) -> Route | None:
-    """The route of calls like this one, if there is one."""
-    if call.mesh is not None or call.sink is not None or call.packs or call.key_lens is not None:
-        return None
-    if call.alignment != "lower_right":
-        return None
-    route = routes.get(_signature(call))
-    while route is not None and not (
-        route.fits(*call.qkv) and (route.precision is None or route.precision == matmul_precision())
-    ):
-        route = route.next_route
-    return route
-
-
-def new_route(call: Call) -> Route:
-    """Decide for a call that no rewriter changes; its route is kept where no tracing or graph is at work."""
+def new_route(call: Call, key: Any) -> Route:
+    """Decide for a call that no rewriter changes; its route is kept by `key` where no tracing or graph is at work."""
     problem, tensors, q = Problem.of_call(call), call.qkv, call.q
     if q.device.type == "meta":
         raise InvalidInput("q, k and v are on the meta device and hold no data; explain() takes them")
-    if call.order is not None:
-        orders.check(call.order)
     forgotten = process_state.forgotten
-    forced = call.backend is not None or call.order is not None
     graphed = tracing.graphed(*tensors)
     traced = graphed or tracing.is_traced()
-    decision = decided(problem, call.backend, call.order, traced)
-    if forced and graphed:
-        unmeasured.check_traceable(problem, decision)
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
+    like = None if cast or traced else call
+    decision, run, heads_first = made(problem, call.backend, call.order, traced, like)
+    if graphed and (call.backend is not None or call.order is not None):
+        unmeasured.check_traceable(problem, decision)
     transposed = call.layout == "bhnd"
-    found = functions_of(problem, decision, None if cast or traced else tensors, call.layout)
-    signature = _signature(call)
-    with lock:
-        if not (forced or traced) and (latest := decide.latest(problem, decision)) is not decision:
-            found = found if latest.chosen == decision.chosen else functions_of(problem, latest)
-            decision = latest
-        run, heads_first = run_function(problem, decision, traced, _drop_routes, found)
-        next_route = _chain(signature)
+    with decide.lock:
+        next_route = None if key is None else routes.get(key)
+        if next_route is not None and next_route.depth >= MAX_CHAIN - 1:
+            next_route = None
         route = Route(
             fits=fits(*tensors),
             precision=matmul_precision() if q.dtype == torch.float32 else None,
@@ -159,31 +109,7 @@ def new_route(call: Call) -> Route:
         # Another thread may have replaced the decision meanwhile, or begun to observe.
         is_current = forgotten == process_state.forgotten
         odd = traced or mode_count() or forward_ad._current_level >= 0 or cannot_measure(problem.device)
-        if is_current and signature is not None and not odd:
-            routes[signature] = route
+        if is_current and key is not None and not odd:
+            routes[key] = route
             decide.drop_oldest(routes, MAX_ROUTES)
     return route
-
-
-def adopt(problem: Problem, decision: Decision) -> None:
-    """Store a measured decision, and route calls by it from now on."""
-    with lock:
-        decide.replace_measured(problem, decision)
-        process_state.forget(process_state.ROUTES)
-
-
-def _drop_routes(problem: Problem) -> None:
-    """Forget the routes of a problem, and those that were found with them."""
-    with lock:
-        for signature, route in list(routes.items()):
-            found: Route | None = route
-            while found is not None and problem not in (found.problem, measured_for(found.problem)):
-                found = found.next_route
-            if found is not None:
-                del routes[signature]
-
-
-def _chain(signature: Any) -> Route | None:
-    """The routes of a signature, for a new route to precede; None if there are `MAX_CHAIN` already."""
-    found = routes.get(signature)
-    return found if found is not None and found.depth < MAX_CHAIN - 1 else None

@@ -86,17 +86,15 @@ def _guards_work() -> bool:
 
 
 def _distinguish() -> bool:
-    cpu = torch.device("cpu")
-    first, second, wanting = (torch.empty(2, 2, device=cpu, requires_grad=needs) for needs in (False, False, True))
+    first, wanting = (torch.empty(2, 2, device="cpu", requires_grad=needs) for needs in (False, True))
     unlike = (
-        torch.empty(2, 3, device=cpu), torch.empty(1, 2, device=cpu), torch.empty(4, device=cpu),
-        torch.empty_strided((2, 2), (1, 2), device=cpu), torch.empty(2, 2, device=cpu, dtype=torch.float16),
-        torch.empty(2, 2, device="meta"), torch.nn.Parameter(first, requires_grad=False), wanting,
+        *(first.new_empty(sizes) for sizes in ((2, 3), (1, 2), (4,))), first.t(), first.half(), first.to("meta"),
+        torch.nn.Parameter(first, requires_grad=False), wanting,
         getattr(torch, "_neg_view")(first),  # noqa: B009 - type checkers know it as private
     )  # fmt: skip
-    check = _guard(first, second)
-    alike = check(first, second) and check(second, first) and _guard(wanting)(wanting)
-    return alike and not any(check(other, second) or check(first, other) for other in unlike)
+    check = _guard(first, first.clone())
+    alike = check(first.clone(), first) and _guard(wanting)(wanting)
+    return alike and not any(check(other, first) or check(first, other) for other in unlike)
 
 
 _guards_work()  # at import, not in the first call

@@ -159,7 +159,7 @@ class Search:
                 reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
                 return Tried(problem.q_len, "", why, "no backend can run it", reasons)
         try:
-            found, _ = forced_candidates(Request.of(problem), name, order)
+            found = forced_candidates(Request.of(problem), name, order)
         except InvalidInput as error:  # another package's backend, which cannot be loaded
             return Tried(problem.q_len, name, "refused", str(error))
         row: Row | None = found[0].row
@@ -194,7 +194,7 @@ class Search:
             return None
         if short.q_len >= problem.q_len:
             return None
-        found, _ = forced_candidates(Request.of(short), candidate.name, candidate.order)
+        found = forced_candidates(Request.of(short), candidate.name, candidate.order)
         return short if found[0].row is None else None
 
 

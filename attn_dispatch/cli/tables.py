@@ -104,11 +104,7 @@ def _median(candidate: Row) -> float:
 
 def source_of(explanation: Explanation) -> str:
     """Where a choice comes from, and what else holds of it: `measured, provisional`."""
-    remarks = {
-        "provisional": bool(explanation.provisional),
-        "unchecked": explanation.unchecked,
-        "drifted": explanation.drift is not None,
-    }
+    remarks = {"provisional": bool(explanation.provisional), "unchecked": explanation.unchecked}
     return ", ".join([explanation.source, *(name for name, holds in remarks.items() if holds)])
 
 

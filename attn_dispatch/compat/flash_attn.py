@@ -6,13 +6,13 @@ Source of the interface: Dao-AILab/flash-attention, flash_attn_interface.py of 2
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.calls.packing import read_on_host
-from attn_dispatch.compat.sequences import sequences
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import torch_settings
@@ -92,20 +92,22 @@ def flash_attn_varlen_func(
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InvalidInput(f"{name} must be a tensor [tokens, heads, head_dim], got {got}")
     pattern = _pattern(causal, window_size)
+    starts: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, x in starts.items():
+        if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype not in (torch.int32, torch.int64):
+            raise InvalidInput(f"{name} must be an int32 or int64 tensor [sequences + 1], got {x!r}")
     by_sequence = isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2
-    _check_starts("cu_seqlens_q", cu_seqlens_q)
-    _check_starts("cu_seqlens_k", cu_seqlens_k)
     if alibi_slopes is not None and by_sequence and len(alibi_slopes) != len(cu_seqlens_q) - 1:
         shape, rows = list(alibi_slopes.shape), len(cu_seqlens_q) - 1
         raise InvalidInput(f"alibi_slopes must be [heads] or [sequences, heads], got {shape} for {rows} sequences")
-    if (cu_seqlens_q is cu_seqlens_k or _equal(cu_seqlens_q, cu_seqlens_k)) and not by_sequence:
+    same = cu_seqlens_q is cu_seqlens_k and not by_sequence  # not read here, so that a graph may hold the call
+    lists = {} if same else {name: read_on_host(name, x).tolist() for name, x in starts.items()}
+    if same or (lists["cu_seqlens_q"] == lists["cu_seqlens_k"] and not by_sequence):
         given |= {"cu_seqlens": cu_seqlens_q, "alibi_slopes": alibi_slopes}
         parts = [_attend(deterministic, q[None], k[None], v[None], pattern, **given)]
     else:
-        named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        starts = {name: read_on_host(name, x).tolist() for name, x in named.items()}
         parts = []
-        for row, three in enumerate(sequences(q[None], k[None], v[None], starts)):
+        for row, three in enumerate(sequences(q[None], k[None], v[None], lists)):
             slopes = alibi_slopes[row] if alibi_slopes is not None and by_sequence else alibi_slopes
             parts.append(_attend(deterministic, *three, pattern, alibi_slopes=slopes, **given))
     if not return_attn_probs:
@@ -138,14 +140,25 @@ def _given(
     return {"dropout_p": dropout_p, "scale": scale, "softcap": softcap, "return_lse": return_attn_probs}
 
 
-def _check_starts(name: str, given: object) -> None:
-    if not isinstance(given, Tensor) or given.ndim != 1 or given.dtype not in (torch.int32, torch.int64):
-        raise InvalidInput(f"{name} must be an int32 or int64 tensor [sequences + 1], got {given!r}")
+def sequences(q: Tensor, k: Tensor, v: Tensor, starts: dict[str, list[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v [1, tokens, heads, head_dim] of each sequence, which stand one after the other.
 
+    Args:
+        starts: by the arguments' names, where each sequence's queries start and the last ones end; the same of keys.
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    names = "cu_seqlens_q and cu_seqlens_k, unless they are one tensor,"
-    return torch.equal(read_on_host(names, one), read_on_host(names, other))
+    Raises:
+        InvalidInput: they are not those of these tensors.
+    """
+    for (name, given), x in zip(starts.items(), (q, k)):
+        if len(given) < 2 or (given[0], given[-1]) != (0, x.shape[1]) or given != sorted(given):
+            raise InvalidInput(f"{name} must rise from 0 to {x.shape[1]}, got {given[:8]}")
+    (first, of_q), (second, of_k) = starts.items()
+    if len(of_q) != len(of_k):
+        raise InvalidInput(f"{first} and {second} must have equal lengths, got {len(of_q)} and {len(of_k)}")
+    if k.shape[1] != v.shape[1]:
+        raise InvalidInput(f"keys and values must have equal lengths, got {k.shape[1]} and {v.shape[1]}")
+    borders = zip(pairwise(of_q), pairwise(of_k))
+    return [(q[:, a:b], k[:, c:d], v[:, c:d]) for (a, b), (c, d) in borders]
 
 
 def _attend(deterministic: bool, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **arguments: Any) -> Any:

@@ -175,28 +175,24 @@ _running = threading.local()
 
 
 def _replacement(*args: Any, **more: Any) -> Any:
-    if torch.compiler.is_compiling() or getattr(_running, "inside", False):
-        return _by_torch(*args, **more)
-    entered = _entered[-1:]  # empty in a call that began before another thread left the context
+    # Empty in a call that began before another thread left the context.
+    entered = [] if torch.compiler.is_compiling() or getattr(_running, "inside", False) else _entered[-1:]
     if not entered or entered[0][1] or any(map(tracing.is_dtensor, (*args, *more.values()))):
         return _by_torch(*args, **more)
-    found = entered[0][0]
-    if (more.get("dropout_p", args[4] if len(args) > 4 else 0) or 0) > 0:
-        with _changing:
-            found.left[DROPOUT] += 1
-        return _by_torch(*args, **more)
-    _running.inside = True
-    try:
-        result = scaled_dot_product_attention(*args, **more)
-    except (InvalidInput, NoBackend, NotDecided) as error:
-        with _changing:
-            found.left[str(error)] += 1
-    else:
-        with _changing:
-            found.routed += 1
-        return result
-    finally:
-        _running.inside = False
+    found, why = entered[0][0], DROPOUT
+    if not (more.get("dropout_p", args[4] if len(args) > 4 else 0) or 0) > 0:
+        _running.inside = True
+        try:
+            result = scaled_dot_product_attention(*args, **more)
+            with _changing:
+                found.routed += 1
+            return result
+        except (InvalidInput, NoBackend, NotDecided) as error:
+            why = str(error)
+        finally:
+            _running.inside = False
+    with _changing:
+        found.left[why] += 1
     return _by_torch(*args, **more)
 
 

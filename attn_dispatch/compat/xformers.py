@@ -5,15 +5,22 @@ Source of the interface: facebookresearch/xformers, xformers/ops/fmha of 0.0.35.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.compat.sequences import sequences
+from attn_dispatch.compat.flash_attn import sequences
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.pattern import Dense, Window
+from attn_dispatch.spec.pattern import Dense, Pattern, Window
+
+_PATTERNS: dict[str, Callable[[Any], Pattern]] = {
+    "LowerTriangularFromBottomRightMask": lambda mask: Dense(is_causal=True),
+    "LowerTriangularFromBottomRightLocalAttentionMask": lambda mask: Window(mask._window_size - 1, 0),
+    "LocalAttentionFromBottomRightMask": lambda mask: Window(mask.window_left, mask.window_right),
+}
 
 
 def memory_efficient_attention(
@@ -54,22 +61,18 @@ def memory_efficient_attention(
     shape = query.shape
     q, k, v = _four_axes(query, key, value)
     more: dict[str, Any] = {"dropout_p": p, "scale": scale}
-    mask: Any = attn_bias
-    kind = "" if attn_bias is None or isinstance(attn_bias, Tensor) else type(attn_bias).__name__
+    kind = type(attn_bias).__name__
     if isinstance(attn_bias, Tensor):
         bias = attn_bias.unsqueeze(1) if attn_bias.ndim == 3 else attn_bias
         bias = bias.flatten(1, 2) if attn_bias.ndim == query.ndim == 5 else bias
         out = attend(q, k, v, bias=bias, **more)
-    elif kind in ("", "LowerTriangularMask"):
-        out = attend(q, k, v, is_causal=bool(kind), **_aligned(bool(kind), q, k), **more)
-    elif kind == "LowerTriangularFromBottomRightMask":
-        out = attend(q, k, v, is_causal=True, **more)
-    elif kind == "LowerTriangularFromBottomRightLocalAttentionMask":
-        out = attend(q, k, v, Window(mask._window_size - 1, 0), **more)
-    elif kind == "LocalAttentionFromBottomRightMask":
-        out = attend(q, k, v, Window(mask.window_left, mask.window_right), **more)
+    elif attn_bias is None or kind == "LowerTriangularMask":
+        causal = attn_bias is not None
+        out = attend(q, k, v, is_causal=causal, **_aligned(causal, q, k), **more)
     elif kind in ("BlockDiagonalMask", "BlockDiagonalCausalMask"):
         out = _block_diagonal(q, k, v, attn_bias, kind == "BlockDiagonalCausalMask", more)
+    elif kind in _PATTERNS:
+        out = attend(q, k, v, _PATTERNS[kind](attn_bias), **more)
     else:
         raise InvalidInput(f"attn_bias must be None, a tensor or one of the masks in this function's help, got {kind}")
     return out.reshape(*shape[:-1], value.shape[-1])

@@ -20,7 +20,6 @@ from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.kernels.contract import Result, runner, specialized
-from attn_dispatch.settings import sentinel_share
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.spec.shapes import measured_for
@@ -56,21 +55,19 @@ class ResolvedCall:
     problem: Problem
     backend: str
 
-    def parts(self, result: Any) -> tuple[Tensor, Tensor | None]:
-        """out and lse (None if absent) of the backend's result. Raises BackendFailed for a result of another type."""
-        if isinstance(result, Tensor):
-            return result, None
-        if type(result) is tuple and len(result) == 2 and isinstance(result[0], Tensor):
-            return result
-        kind = type(result).__name__
-        raise BackendFailed(f"{self.backend} returned a {kind}, neither out nor (out, lse), for {self.problem}")
+    def parts(self, result: Any, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """out and lse (None if absent) of the backend's result.
 
-    def with_lse(self, result: Any) -> tuple[Tensor, Tensor]:
-        """out and lse of the backend's result. Raises BackendFailed if it lacks lse."""
-        if type(result) is tuple and len(result) == 2 and isinstance(result[1], Tensor):
-            return result
-        self.parts(result)
-        raise BackendFailed(f"{self.backend} was asked for lse and did not return it for {self.problem}")
+        Raises:
+            BackendFailed: the result has another type, or lacks an lse that was asked for.
+        """
+        out, lse = result if type(result) is tuple and len(result) == 2 else (result, None)
+        if not isinstance(out, Tensor):
+            kind = type(result).__name__
+            raise BackendFailed(f"{self.backend} returned a {kind}, neither out nor (out, lse), for {self.problem}")
+        if with_lse and not isinstance(lse, Tensor):
+            raise BackendFailed(f"{self.backend} was asked for lse and did not return it for {self.problem}")
+        return out, lse
 
     def result(self, q: Tensor, k: Tensor, v: Tensor, /, **tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run the backend: out, and lse or None. Raises BackendFailed for any error of it, or if it lacks lse.
@@ -85,7 +82,7 @@ class ResolvedCall:
             raise
         except Exception as error:
             raise self.failure(error) from error
-        return self.with_lse(result) if self.problem.return_lse else self.parts(result)
+        return self.parts(result, self.problem.return_lse)
 
     def failure(self, error: Exception) -> BackendFailed:
         """The exception to raise for an error that the backend raised."""
@@ -98,70 +95,65 @@ class ResolvedCall:
 # By forced backend and order, and by number of threads too, as decisions are.
 _calls: dict[tuple[Problem, str | None, str | None, int], ResolvedCall] = {}
 process_state.register(process_state.ROUTES, _calls.clear)
+process_state.register(process_state.ON_DEVICE, _calls.clear)
 
 
-class BackendFunctions(NamedTuple):
-    """What a backend runs: `run` for tensors with tokens first; `heads_first` for others, where there is a function."""
+def made(
+    problem: Problem, backend: str | None, order: str | None, traced: bool, like: Call | None = None
+) -> tuple[Decision, Callable[..., Result], bool]:
+    """Decide for a call, of which observers are told, and make the function that runs it.
 
-    run: Callable[..., Result]
-    heads_first: Callable[..., Result] | None = None
-
-
-def functions_of(
-    problem: Problem, decision: Decision, tensors: tuple[Tensor, ...] | None = None, layout: str = "bnhd"
-) -> BackendFunctions:
-    """The functions of a decision's backend. With tensors it may build tables: then not to be called under the lock.
+    Where a trial goes on beside the problem's calls, the function pays for it.
 
     Args:
-        tensors: q, k and v in this layout, where those of all calls have their shapes and strides.
+        like: a call, where the tensors of all have its shapes and strides.
+
+    Returns:
+        The decision, the function, and whether this takes and returns tensors with heads first.
+    """
+    shared, forced = measured_for(problem), backend is not None or order is not None
+    notify(shared)
+    if forced:
+        decision = decide.forced_decision(problem, backend, order)
+    else:
+        decision = decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
+    run, heads_first = _functions(problem, decision, like)  # not under the lock: it may build tables
+    if traced:
+        return decision, run, False
+    with decide.lock:
+        latest = decision if forced else decide.latest(problem, decision)
+        if latest.chosen != decision.chosen:
+            run, heads_first = _functions(problem, latest)
+        asked = () if forced else (problem, shared)
+        on_trial = next((each for each in asked if (latest.silicon, each) in decide.on_trial), None)
+        if heads_first is not None and not (_observers or on_trial):
+            return latest, heads_first, True
+        run = observed(run, shared)
+        if on_trial is not None:
+            from attn_dispatch.decisions import online  # mode `online` alone
+
+            run = online.sampled(run, on_trial, latest)
+    return latest, run, False
+
+
+def _functions(
+    problem: Problem, decision: Decision, like: Call | None = None
+) -> tuple[Callable[..., Result], Callable[..., Result] | None]:
+    """What a decision's backend runs for tensors with tokens first; and with heads first, where it has a function.
 
     Raises:
         BackendFailed: the backend's `specialized` raised.
     """
     backend, order = registry.load(decision.choice), decision.order
-    if tensors is None:
-        return BackendFunctions(runner(backend, order, problem, None))
-    transposed = layout == "bhnd"
-    views = tuple(x.transpose(1, 2) for x in tensors) if transposed else tensors
+    if like is None:
+        return runner(backend, order, problem, None), None
     try:
-        first = specialized(backend, order, problem, tensors, heads_first=True) if transposed else None
-        # Where there is a function for heads first, the drift check alone compares times of the other one.
-        return BackendFunctions(
-            runner(backend, order, problem, views if first is None or sentinel_share() else None), first
-        )
+        first = specialized(backend, order, problem, like.qkv, heads_first=True) if like.layout == "bhnd" else None
+        return runner(backend, order, problem, like.tokens_first if first is None else None), first
     except NOT_WRAPPED:
         raise
     except Exception as error:
         raise ResolvedCall(backend.run, problem, titled(*decision.chosen)).failure(error) from error
-
-
-def run_function(
-    problem: Problem, decision: Decision, traced: bool, drop: Callable[[Problem], None], found: BackendFunctions
-) -> tuple[Callable[..., Result], bool]:
-    """The run function of a decision. Where the call is not traced, it samples times for the drift check if that is on,
-    and for a trial that goes on beside it, at the end of which `drop` is called to forget the problem's routes.
-
-    Returns:
-        The function, and whether it takes and returns tensors with heads first.
-    """
-    if traced:
-        return found.run, False
-    asked = {problem: None, measured_for(problem): None}
-    on_trial = next((each for each in asked if (decision.silicon, each) in decide.on_trial), None)
-    on_trial = None if decision.source == "forced" else on_trial
-    watched = sentinel_share() and len(asked) == 1  # else times are those of another length
-    if found.heads_first is not None and not (_observers or on_trial or watched):
-        return found.heads_first, True
-    run = observed(found.run, measured_for(problem))
-    if on_trial is not None:
-        from attn_dispatch.decisions import online  # mode `online` alone
-
-        run = online.sampled(run, on_trial, decision, drop)
-    elif watched:
-        from attn_dispatch.decisions import drift  # the drift check is off by default
-
-        run = drift.sampled(run, problem, decision)
-    return run, False
 
 
 def attend_on_device(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -176,36 +168,17 @@ def attend_on_device(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def resolve(problem: Problem, backend: str | None = None, order: str | None = None) -> ResolvedCall:
     """The decided or forced backend's run function for a problem; errors as of `attend`."""
-    traced, forced = tracing.is_traced(), backend is not None or order is not None
-    key = problem, backend, order, torch.get_num_threads()
-    found = None if traced else _calls.get(key)
-    if found is not None:
+    traced, key = tracing.is_traced(), (problem, backend, order, torch.get_num_threads())
+    if not traced and (found := _calls.get(key)) is not None:
         return found
     forgotten = process_state.forgotten
-    decision = decided(problem, backend, order, traced)
+    decision, run, _ = made(problem, backend, order, traced)
+    call = ResolvedCall(run, problem, titled(*decision.chosen))
     with decide.lock:
-        decision = decision if traced or forced else decide.latest(problem, decision)
-        run, _ = run_function(problem, decision, traced, _drop_calls, functions_of(problem, decision))
-        call = ResolvedCall(run, problem, titled(*decision.chosen))
-        if forgotten == process_state.forgotten and not cannot_measure(problem.device):  # see dispatch._new_route
+        if forgotten == process_state.forgotten and not cannot_measure(problem.device):  # see routes.new_route
             _calls[key] = call
             decide.drop_oldest(_calls, MAX_CALLS)
     return call
-
-
-def decided(problem: Problem, backend: str | None, order: str | None, traced: bool) -> Decision:
-    """The decision for a call, of which observers are told; forced where a backend or an order is given."""
-    notify(measured_for(problem))
-    if backend is not None or order is not None:
-        return decide.forced_decision(problem, backend, order)
-    return decide.decision_while_traced(problem) if traced else decide.decision_for(problem)
-
-
-def _drop_calls(problem: Problem) -> None:
-    """Forget the resolved calls of a problem."""
-    with decide.lock:
-        for key in [key for key in _calls if problem in (key[0], measured_for(key[0]))]:
-            del _calls[key]
 
 
 # --- observers --------------------------------------------------------------------------------------------------------

@@ -6,10 +6,8 @@ recomputation use the same backend.
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
-import time
 from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,17 +18,24 @@ import msgspec
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch import process_state, settings
-from attn_dispatch.decisions import evidence, look_up, unmeasured
+from attn_dispatch.decisions import look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation, with_current_candidates
 from attn_dispatch.decisions.modes import decide_by_mode
-from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, measure, passes_hard_cases
+from attn_dispatch.decisions.trial_limits import (
+    RateLimit,
+    cannot_measure,
+    lacks_space,
+    measure,
+    passes_hard_cases,
+    why_refuted,
+)
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.learning.predict import Prediction
 from attn_dispatch.log import logger
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
-from attn_dispatch.store.decision import CandidateId, Decision, Row
+from attn_dispatch.store.decision import CandidateId, Decision
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.problem_files import note_missed
 from attn_dispatch.text import printable, titled
@@ -39,8 +44,8 @@ from attn_dispatch.tuning.candidates import Request, current_environment, static
 MIN_CONFIDENCE = 0.9  #: confidence from which a prediction from a problem of nearly the same size replaces a trial
 COUNTED = ("measured", "loaded", "imported", "shipped", "learned", "heuristic", "forced")
 
-lock = threading.RLock()  #: guards tables, for moments; nobody waits for it while something is measured
-measuring = threading.RLock()  #: held through a trial: two at a time would disturb each other
+lock = process_state.rlock()  #: guards tables, for moments; nobody waits for it while something is measured
+measuring = process_state.rlock()  #: held through a trial: two at a time would disturb each other
 _deciding: dict[Any, threading.RLock] = {}  # held while a problem is decided: concurrent calls measure it once
 
 
@@ -50,20 +55,12 @@ def drop_oldest(table: dict[Any, Any], most: int) -> None:
         del table[next(iter(table))]
 
 
-def _forget_locks() -> None:
-    """In a forked child: locks may be held by threads that do not exist there."""
-    for each in (lock, measuring):
-        each._at_fork_reinit()  # type: ignore[attr-defined]
-    _deciding.clear()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+os.register_at_fork(after_in_child=_deciding.clear)  # they may be held by threads that do not exist there
 
 #: Silicon (which depends on the number of threads), problem, forced backend, forced order.
 _Key = tuple[str, Problem, str | None, str | None]
-WHOLE_DECISIONS = 512  #: latest decisions of a process that are remembered with the rows of all candidates
-#: Decisions that are remembered, the latest used last: many more than routes, so that a call in use keeps its backend.
-MAX_DECISIONS = 16384
+#: Decisions that are remembered, the latest used last: more than routes, so that a call in use keeps its backend.
+MAX_DECISIONS = 8192
 MAX_ON_TRIAL = 4096  #: problems that wait for a trial between calls; past this the oldest keeps its guess
 _decided: OrderedDict[_Key, Decision] = OrderedDict()
 on_trial: dict[tuple[str, Problem], look_up.StoredDecision | None] = {}  #: by silicon: problems on trial between calls
@@ -86,15 +83,13 @@ def _explained(problem: Problem, backend: str | None, order: str | None) -> Expl
     request = Request.of(problem)
     decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
-        return Explanation.of(decision or _forced_among(request, backend, order)[0])
+        return Explanation.of(decision or _forced_among(request, backend, order))
     if decision is None:
         decision = decide_by_mode(_DeviceSteps(request, explained=True))
-    else:
-        decision = look_up.with_drift(request, decision)
-    if decision.choice and not decision.candidates:
-        decision = look_up.with_rows(request, decision)
     if (request.silicon, problem) in on_trial:
-        decision = unmeasured.with_reason(decision, "the guess, while a trial goes on between calls")
+        text = "the guess, while a trial goes on between calls"
+        rows = (look_up.remarked(row, text) if row.id == decision.chosen else row for row in decision.candidates)
+        decision = msgspec.structs.replace(decision, candidates=tuple(rows))
     decision = with_current_candidates(decision, request.candidates) if decision.choice else decision
     return Explanation.of(decision, request=request)
 
@@ -165,15 +160,10 @@ def counted(decision: Decision, *, loaded: bool = False) -> Decision:
 
 
 def _remember(key: _Key, decision: Decision) -> None:
-    """Remember a decision in this process; all but the latest are reduced to what calls need."""
+    """Remember a decision in this process."""
     with lock:
         _decided[key] = decision
         _decided.move_to_end(key)
-        if len(_decided) > WHOLE_DECISIONS:
-            old = next(itertools.islice(reversed(_decided), WHOLE_DECISIONS, None))
-            _decided[old] = msgspec.structs.replace(
-                _decided[old], candidates=(), problem={}, provenance={}, evidence=()
-            )
         drop_oldest(_decided, MAX_DECISIONS)
 
 
@@ -223,17 +213,31 @@ class _DeviceSteps:
             return found
         if mode() == "online":
             return None  # a check would delay the call: a trial beside later ones measures
-        if not self.explained:
-            with measuring:
-                if not look_up.confirmed(self.request, found, _rate_limit):
-                    return None
-            evidence.add(found.decision)
-        return found
+        return found if self.explained or self._confirmed(found) else None
+
+    def _confirmed(self, found: look_up.StoredDecision) -> bool:
+        """Whether another machine's decision holds here, by a few calls now, so that no later process checks it.
+
+        False where nothing may be timed now, or it does not fit the current candidates.
+        """
+        decision, allowed = found.decision, found.is_valid and not lacks_space()
+        with measuring:
+            if not (allowed and _trial_allowed(self.request.problem)):
+                return False
+            with _rate_limit.counting():
+                why = why_refuted(self.request, decision)
+        if why:
+            what = printable(f"{titled(*decision.chosen)}, {decision.origin}, for {decision.title}")
+            logger.warning("not believed, and measured instead: %s: %s", what, printable(why))
+            return False
+        look_up.note_confirmed(decision)
+        look_up.add_evidence(decision)
+        return True
 
     @cached_property
     def prediction(self) -> Prediction | None:
         """The learned choice, from measured neighbours."""
-        return evidence.predict_for(self.request)
+        return look_up.predict_for(self.request)
 
     def stored(self) -> Decision | None:
         """The stored decision if it is valid.
@@ -247,15 +251,16 @@ class _DeviceSteps:
         return self._use(stored)
 
     def locked_miss(self) -> Decision:
-        why = look_up.nothing_stored(self.request)
+        why = f"no decision is stored on {self.request.silicon}"
         if self.on_disk is not None:
-            decision = self.on_disk.decision
-            why = f"the stored choice {titled(*decision.chosen)} {look_up.why_unusable(self.request, decision)}"
+            chosen = self.on_disk.decision.chosen
+            reason = look_up.why_not(self.request, chosen) or "its version has changed"
+            why = f"the stored choice {titled(*chosen)} cannot run now ({reason})"
         if not self.explained:
             command = "run 'attn-dispatch profile' on it first, or use another mode"
             raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.request.problem}; {command}")
-        text, found = f"locked mode, and {why}: `attn-dispatch profile` measures it", self.request.candidates
-        rows = (c.row or Row(backend=c.name, order=c.order, status="not_measured", reason=text) for c in found)
+        text = f"locked mode, and {why}: `attn-dispatch profile` measures it"
+        rows = (unmeasured.row_of(each, "not_measured", text) for each in self.request.candidates)
         return self.request.decision(None, "heuristic", rows)
 
     def measured(self) -> Decision | None:
@@ -275,10 +280,9 @@ class _DeviceSteps:
             if not _trial_allowed(self.request.problem):
                 note_missed(cache_folder(), self.request.plain)
                 return None
-            start = time.perf_counter()
             prior = look_up.as_prior(stored)
-            decision = measure(self.request, settings.budget_ms() / 1e3, waiting=True, first=first, **prior)
-            _rate_limit.add(time.perf_counter() - start)
+            with _rate_limit.counting():
+                decision = measure(self.request, settings.budget_ms() / 1e3, waiting=True, first=first, **prior)
             if decision is not None:
                 store_measured(self.request.problem, decision)
                 return decision
@@ -365,7 +369,7 @@ def _trial_allowed(problem: Problem) -> bool:
 def store_measured(problem: Problem, decision: Decision, *, use: bool = True) -> None:
     """Store a new measurement and, with `use`, take it in this process from now on."""
     Store(cache_folder()).put(decision)
-    evidence.add(decision)
+    look_up.add_evidence(decision)
     if use:
         _remember((decision.silicon, problem, None, None), decision)
     counted(decision)
@@ -391,13 +395,14 @@ def end_trial(problem: Problem, guess: Decision, decision: Decision | None, *, u
                 _decided.pop(key, None)  # perhaps the trial has quarantined the guess
 
 
-def replace_measured(problem: Problem, decision: Decision) -> None:
-    """Like `store_measured`, and drop remembered decisions of partly forced calls, which it may change."""
+def adopt(problem: Problem, decision: Decision) -> None:
+    """Store a measured decision, and run calls by it from now on, partly forced ones too, which it may change."""
     with lock:
         on_trial.pop((decision.silicon, problem), None)
         for key in [key for key in _decided if key[:2] == (decision.silicon, problem)]:
             del _decided[key]
-    store_measured(problem, decision)
+        store_measured(problem, decision)
+        process_state.forget(process_state.ROUTES)
 
 
 def forced_decision(problem: Problem, backend: str | None, order: str | None) -> Decision:
@@ -415,9 +420,9 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
     key = request.silicon, problem, backend, order
     decision = _decided.get(key)
     if decision is None:
-        decision, error = _forced_among(request, backend, order)
-        if error is not None:
-            raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {error!r}") from error
+        decision = _forced_among(request, backend, order)
+        if backend is not None and decision.candidates[0].status == "failed":
+            raise BackendFailed(f"{backend} cannot tell whether it can run {problem}: {decision.candidates[0].reason}")
         if not decision.choice:
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates, backend, order))
         if len(decision.candidates) > 1 and not cannot_measure(problem.device):
@@ -427,12 +432,15 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
     return decision
 
 
-def _forced_among(request: Request, backend: str | None, order: str | None) -> tuple[Decision, Exception | None]:
-    """The forced decision and the backend's error; reads the measured decision if several candidates can run."""
-    found, error = unmeasured.forced_candidates(request, backend, order)
-    measured = None
-    if sum(each.row is None for each in found) > 1:
+def _forced_among(request: Request, backend: str | None, order: str | None) -> Decision:
+    """The forced decision; reads the measured decision if several candidates can run."""
+    found = unmeasured.forced_candidates(request, backend, order)
+    able, measured = [each for each in found if each.row is None], None
+    if len(able) > 1:
         measured = _decided.get((request.silicon, request.problem, None, None))
-        if (measured is None or not measured.candidates) and mode() != "off":
-            measured = look_up.read_believed(request)
-    return unmeasured.decision_among(request, found, measured), error
+        if measured is None and mode() != "off":
+            measured = look_up.read_stored(request)
+            measured = None if measured is None or not look_up.is_believed(measured) else measured
+    rows = {} if measured is None else look_up.valid_rows(measured, able)
+    choice = None if measured is None else look_up.best_candidate(measured, rows)
+    return unmeasured.decision_among(request, found, choice, rows)

@@ -11,7 +11,7 @@ import msgspec
 
 from attn_dispatch.settings import cache_folder, measures
 from attn_dispatch.store import passed
-from attn_dispatch.store.decision import CandidateId, Decision, Drift, Row
+from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import WIDTH, align, folded, gib, milliseconds, printable
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ class Explanation:
     `source` is one of `measured, learned, imported, shipped, heuristic, forced`; `choice` and `order` are None where
     attend() raises instead. `key` names the decision in the store. `problem` and `device` are readable titles. A
     learned choice has a `confidence`, the probability that it is the fastest, and `evidence`, the keys of the decisions
-    it is predicted from. `drift` holds the times of live calls if they left the measured interval. `provisional` says
-    why a choice is to be measured again by a later process; empty where it is settled. `load` is what took place beside
-    the samples: `cpu_s` and `wall_s` of the process, and its involuntary context `switches`. `unchecked` is whether the
-    choice is imported or shipped and was not yet checked on this machine. `configurations` says how backends that can
-    run the problem are set for it on this machine, such as the blocks of Triton's kernels; only `explain` fills it.
-    `others` are those of the other problems that a call consists of: documents, or rows, of several lengths.
+    it is predicted from. `provisional` says why a choice is to be measured again by a later process; empty where it is
+    settled. `load` is what took place beside the samples: `cpu_s` and `wall_s` of the process, and its involuntary
+    context `switches`. `unchecked` is whether the choice is imported or shipped and was not yet checked on this
+    machine. `configurations` says how backends that can run the problem are set for it on this machine, such as the
+    blocks of Triton's kernels; only `explain` fills it. `others` are those of the other problems that a call consists
+    of: documents, or rows, of several lengths.
     """
 
     choice: str | None
@@ -46,7 +46,6 @@ class Explanation:
     device: str
     confidence: float | None = None
     evidence: tuple[str, ...] = ()
-    drift: Drift | None = None
     provisional: str = ""
     load: dict[str, float] | None = None
     unchecked: bool = False
@@ -54,20 +53,19 @@ class Explanation:
     others: tuple[Explanation, ...] = ()
 
     @classmethod
-    def of(cls, decision: Decision, source: str | None = None, request: Request | None = None) -> Explanation:
+    def of(cls, decision: Decision, request: Request | None = None) -> Explanation:
         """The explanation of a decision; of that of a `request`, with `configurations`."""
         device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
         return cls(
             choice=decision.choice or None,
             order=decision.order or None,
-            source=source or decision.decided_by,
+            source=decision.decided_by,
             key=decision.key,
             candidates=decision.candidates,
             problem=decision.title,
             device=device,
             confidence=decision.confidence,
             evidence=decision.evidence,
-            drift=decision.drift,
             provisional=decision.provisional,
             load=decision.load,
             unchecked=bool(decision.origin) and not passed.is_confirmed(cache_folder(), decision),
@@ -77,21 +75,25 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the names of the fields."""
         rows = [msgspec.structs.asdict(row) for row in self.candidates]
-        drift = None if self.drift is None else msgspec.structs.asdict(self.drift)
-        return {**asdict(replace(self, candidates=(), drift=None)), "candidates": rows, "drift": drift}
+        return {**asdict(replace(self, candidates=())), "candidates": rows}
 
     def __str__(self) -> str:
         choice = f"{self.choice} in {self.order} order" if self.choice else "none"
-        source = f"{self.source}{self._confidence()}" + ", not yet checked here" * self.unchecked
+        source = self.source
+        if self.confidence is not None:
+            source += f", confidence {self.confidence:.2f} by {len(self.evidence)} measured neighbours"
+        if self.unchecked:
+            source += ", not yet checked here"
         lines = [
             f"device    {self.device}",
             f"problem   {self.problem}",
             f"choice    {choice} ({source}), key {self.key}",
-            *self._guessed(),
-            *self._provisional(),
-            *self._drifted(),
-            *(f"blocks    {each}" for each in self.configurations),
         ]
+        if self.source == "heuristic" and measures():
+            lines.append("guessed   the first call of attend() measures, and may take another backend")
+        if self.provisional:
+            lines.append(f"provisional: {self.provisional}; a later process measures it again")
+        lines += [f"blocks    {each}" for each in self.configurations]
         elsewhere = [c.backend for c in self.candidates if self.choice and needs_cuda(c.reason)]
         shown = [row for row in self.rows() if row[0] not in elsewhere]
         found = "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *cuda_only(elsewhere)])
@@ -101,32 +103,10 @@ class Explanation:
         """What a notebook shows."""
         return f"<pre>{escape(str(self))}</pre>"
 
-    def _confidence(self) -> str:
-        if self.confidence is None:
-            return ""
-        return f", confidence {self.confidence:.2f} by {len(self.evidence)} measured neighbours"
-
-    def _guessed(self) -> list[str]:
-        guessed = self.source == "heuristic" and measures()
-        return ["guessed   the first call of attend() measures, and may take another backend"] if guessed else []
-
-    def _provisional(self) -> list[str]:
-        return [f"provisional: {self.provisional}; a later process measures it again"] if self.provisional else []
-
-    def _drifted(self) -> list[str]:
-        if self.drift is None:
-            return []
-        times = f"{milliseconds(self.drift.low_ms)} - {milliseconds(self.drift.high_ms)}"
-        again = "`attn-dispatch profile` measures it again"
-        return [f"drift     live calls take {milliseconds(self.drift.median_ms)} ({times}): {again}"]
-
     def rows(self) -> list[list[str]]:
         """The candidates as cells under `HEAD`."""
-        return [_cells(candidate, self._best_ms()) for candidate in self.candidates]
-
-    def _best_ms(self) -> float | None:
         times = [c.median_ms for c in self.candidates if c.median_ms is not None and c.status != "incorrect"]
-        return min(times, default=None)
+        return [_cells(candidate, min(times, default=None)) for candidate in self.candidates]
 
 
 def table(rows: list[list[str]]) -> list[str]:
@@ -161,24 +141,18 @@ def _configurations(request: Request) -> tuple[str, ...]:
 
 
 def _cells(candidate: Row, best_ms: float | None) -> list[str]:
-    remarks = [each for each in (candidate.reason, _first_call(candidate)) if each]
-    verdict = candidate.status.replace("_", " ") + (f": {'; '.join(remarks)}" if remarks else "")
+    median_ms, low_ms, high_ms, first_ms = candidate.median_ms, candidate.low_ms, candidate.high_ms, candidate.first_ms
+    remarks = [candidate.reason] if candidate.reason else []
+    if first_ms is not None and median_ms is not None and first_ms > SLOW_START * median_ms:
+        remarks.append(f"first call {milliseconds(first_ms)}")
+    verdict = ": ".join(filter(None, (candidate.status.replace("_", " "), "; ".join(remarks))))
     memory = "-" if candidate.peak_bytes is None else gib(candidate.peak_bytes)
     error = "-" if candidate.error is None else f"{candidate.error:.1e}"
-    if candidate.median_ms is None or candidate.low_ms is None or candidate.high_ms is None:
-        return [candidate.backend, candidate.order, "-", "-", "-", memory, error, verdict]
-    interval = f"{milliseconds(candidate.low_ms)} - {milliseconds(candidate.high_ms)}"
-    interval = "1 sample" if candidate.rounds == 1 else interval
-    ratio = f"{candidate.median_ms / best_ms:.2f}x" if best_ms else "-"
-    times = [milliseconds(candidate.median_ms), interval, ratio]
+    times = ["-", "-", "-"]
+    if median_ms is not None and low_ms is not None and high_ms is not None:
+        interval = "1 sample" if candidate.rounds == 1 else f"{milliseconds(low_ms)} - {milliseconds(high_ms)}"
+        times = [milliseconds(median_ms), interval, f"{median_ms / best_ms:.2f}x" if best_ms else "-"]
     return [candidate.backend, candidate.order, *times, memory, error, verdict]
-
-
-def _first_call(candidate: Row) -> str:
-    """The first call's time where one-time work makes it much longer than the median, else empty."""
-    first_ms, median_ms = candidate.first_ms, candidate.median_ms
-    slow = first_ms is not None and median_ms is not None and first_ms > SLOW_START * median_ms
-    return f"first call {milliseconds(first_ms)}" if slow and first_ms is not None else ""
 
 
 def with_current_candidates(decision: Decision, found: list[Candidate]) -> Decision:

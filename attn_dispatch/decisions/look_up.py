@@ -1,36 +1,37 @@
-"""Looks up the stored decision of a problem and checks which of its rows are still valid.
+"""Looks up the stored decision of a problem, checks which of its rows are still valid, and predicts from others.
 
 A row is valid while its backend has the version that was measured. Only candidates with missing or outdated rows are
 measured again; until then an outdated row is used as a prior. What a provisional decision left open is measured again
 by a later process on a calm machine; where that does not settle it, with growing pauses, and not for ever.
 
 What another machine decided, imported or shipped with the package, is believed once a few calls here have confirmed it,
-whatever versions it was measured with: those that are here were checked.
+whatever versions it was measured with: those that are here were checked. Until then it is no evidence for other sizes.
 """
 
 from __future__ import annotations
 
-import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
-from attn_dispatch.decisions.trial_limits import RateLimit, cannot_measure, lacks_space, measure, passes_hard_cases
+from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.log import logger, say_once
+from attn_dispatch.learning import predict as learned
+from attn_dispatch.learning import thresholds
+from attn_dispatch.log import say_once
 from attn_dispatch.machine import load
-from attn_dispatch.settings import cache_folder, measures, trial_seconds
+from attn_dispatch.settings import cache_folder, measures
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed, quarantine
 from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, time_of
 from attn_dispatch.store.folder import Store, shipped
-from attn_dispatch.text import printable, titled
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, static_choice, version_of
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, version_of
 
 #: Statuses that may end without an upgrade (memory freed, quarantine lifted): checked again at every look-up.
 TEMPORARY = ("over_memory", "quarantined", "incorrect")
@@ -104,33 +105,11 @@ def read_stored(request: Request) -> Decision | None:
     return given if given is not None and _is_for(request, given) else None
 
 
-def nothing_stored(request: Request) -> str:
-    """Says that no decision is stored for a problem here, and for which machines and numbers of threads one is."""
-    threads = torch.get_num_threads()
-    here = f" ({threads} thread{'s' * (threads != 1)})" * (request.problem.device.type == "cpu")
-    others = ", ".join(Store(cache_folder()).silicons_of(request.plain))
-    return f"no decision is stored on {request.silicon}{here}" + f", but one on {others}" * bool(others)
-
-
-def read_believed(request: Request) -> Decision | None:
-    """What `read_stored` returns, if it `is_believed`."""
-    found = read_stored(request)
-    return found if found is not None and is_believed(found) else None
-
-
 def why_not(request: Request, name: CandidateId) -> str:
     """Why a candidate cannot run; empty if it can."""
     rows = {each.id: each.row for each in request.candidates}
     row = rows.get(name, Row(backend=name[0], order=name[1], status="unsupported", reason="it is not there"))
     return "" if row is None else row.reason or row.status
-
-
-def why_unusable(request: Request, decision: Decision) -> str:
-    """What keeps locked mode from a decision's choice, after its name."""
-    if reason := why_not(request, decision.chosen):
-        return f"cannot run now ({reason}), nor can another measured candidate"
-    measured = [row.version for row in decision.candidates if row.id == decision.chosen]
-    return f"has another version now: {_installed_version(decision)}, not {' '.join(map(str, measured))}"
 
 
 def is_believed(decision: Decision) -> bool:
@@ -143,49 +122,17 @@ def is_confirmed(decision: Decision) -> bool:
     return not decision.origin or passed.is_confirmed(cache_folder(), decision, _installed_version(decision))
 
 
+def note_confirmed(decision: Decision) -> None:
+    """Have no later process check another machine's decision."""
+    passed.note_confirmed(cache_folder(), decision, _installed_version(decision))
+
+
 def _installed_version(decision: Decision) -> str | None:
     """The version of the choice's backend; None where there is none."""
     try:
         return version_of(registry.load(decision.choice))
     except InvalidInput:
         return None
-
-
-def confirmed(request: Request, stored: StoredDecision, limit: RateLimit) -> bool:
-    """Whether another machine's decision holds here, by a few calls now; noted, so that no later process checks it.
-
-    False where nothing may be timed now, or it does not fit the current candidates.
-    """
-    decision = stored.decision
-    if not stored.is_valid or cannot_measure(request.problem.device) or lacks_space():
-        return False
-    if not limit.allows(trial_seconds()):
-        return False
-    start = time.perf_counter()
-    why = _why_refuted(request, decision)
-    limit.add(time.perf_counter() - start)
-    if why:
-        what = printable(f"{titled(*decision.chosen)}, {decision.origin}, for {decision.title}")
-        logger.warning("not believed, and measured instead: %s: %s", what, printable(why))
-        return False
-    passed.note_confirmed(cache_folder(), decision, _installed_version(decision))
-    return True
-
-
-def _why_refuted(request: Request, decision: Decision) -> str:
-    """Why another machine's choice does not hold here; empty where it does: it passes the hard cases, and a trial of it
-    and the static choice alone keeps it.
-    """
-    static = static_choice(request.able)
-    if static is None or static.id == decision.chosen:
-        return "" if passes_hard_cases(request, decision.chosen, run=True) else "it fails the hard cases"
-    from attn_dispatch.tuning.tuner import CHECK  # loaded only when something is measured
-
-    found = measure(request, None, waiting=True, limits=CHECK, prior=decision, changed=[static.id])
-    if found is None or found.chosen == decision.chosen:
-        return "" if found else "too little memory to check it"
-    row = next(row for row in found.candidates if row.id == decision.chosen)
-    return f"{row.ratio:.3g} times the time of {titled(*found.chosen)} here" if row.ratio else row.reason
 
 
 def _is_for(request: Request, decision: Decision) -> bool:
@@ -269,23 +216,6 @@ def _is_due(decision: Decision) -> bool:
     return not timedelta(0) <= datetime.now(UTC) - time_of(decision.created) < pause
 
 
-def with_rows(request: Request, decision: Decision) -> Decision:
-    """A decision reduced to what calls need: with the rows on disk, else with that of its choice."""
-    stored = read_stored(request)
-    if stored is not None and stored.chosen == decision.chosen:
-        return stored
-    row = Row(backend=decision.choice, order=decision.order, status="chosen")
-    return request.decision(decision.chosen, decision.source, [row], confidence=decision.confidence)
-
-
-def with_drift(request: Request, decision: Decision) -> Decision:
-    """Add drift from the stored decision: any process may have recorded it there."""
-    stored = read_stored(request) if decision.source == "measured" else None
-    if stored is None or stored.created != decision.created:
-        return decision
-    return msgspec.structs.replace(decision, drift=stored.drift)
-
-
 def with_current_environment(decision: Decision) -> Decision:
     """The decision marked, also on disk, as valid in the current environment."""
     now = current_environment()
@@ -307,6 +237,61 @@ def _adjusted_row(row: Row, stored: StoredDecision) -> Row:
     elif row.status == "chosen":
         row = msgspec.structs.replace(row, status="slower")
     if row.id in stored.changed and row.median_ms is not None:
-        text = f"measured with version {row.version}, which has changed"
-        row = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
+        row = remarked(row, f"measured with version {row.version}, which has changed")
     return row
+
+
+def remarked(row: Row, text: str) -> Row:
+    """The row with a text added to its reason."""
+    return msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
+
+
+# --- evidence for problems of other sizes -----------------------------------------------------------------------------
+
+MOST_DECISIONS = 500  #: of a group, from which predictions are made; each takes 0.1 ms to read
+
+# Decisions of a group as first read, and those made since; keys: silicon, group, whether those of others are believed.
+_evidence: dict[tuple[str, str, bool], learned.Evidence] = {}
+_added: Counter[tuple[str, str]] = Counter()  # decisions made since, by silicon and group
+_adding = process_state.lock()
+process_state.register(process_state.DECISIONS, _evidence.clear, _added.clear)
+
+
+def predict_for(request: Request) -> learned.Prediction | None:
+    """The learned choice for a problem that was never measured; None without evidence."""
+    able = [each.id for each in request.able]
+    if not able:
+        return None
+    plain, known = request.plain, group_evidence(request.address.silicon, request.address.group)
+    versions = {each.name: each.version for each in request.candidates}
+    prediction = learned.predict(plain, known, able, versions)
+    if prediction is None or prediction.in_bucket or prediction.order == NATURAL:
+        return prediction
+    # Outside measured buckets an order is taken only from its threshold on.
+    allowed = thresholds.allowed_orders(plain, known)
+    return learned.predict(plain, known, [each for each in able if each[1] in allowed], versions)
+
+
+def group_evidence(silicon: str, group: str) -> learned.Evidence:
+    """Every decision of a group: the user's, and the shipped ones of other problems."""
+    key = silicon, group, not measures()
+    known = _evidence.get(key)
+    while known is None:
+        before = _added[silicon, group]
+        own = Store(cache_folder()).group(silicon, group, MOST_DECISIONS)
+        keys = {decision.key for decision in own}
+        shipped_only = [d for d in shipped(silicon).values() if d.group == group and d.key not in keys]
+        read = _evidence[key] = learned.Evidence(filter(is_believed, [*shipped_only, *own]))
+        if _added[silicon, group] == before:  # else what another thread has made may be missing
+            known = read
+    return known
+
+
+def add_evidence(decision: Decision) -> None:
+    """Add a new decision to the evidence of its group."""
+    with _adding:
+        _added[decision.silicon, decision.group] += 1  # first: `group_evidence` looks at it last
+    for everyone in (False, True):
+        known = _evidence.get((decision.silicon, decision.group, everyone))
+        if known is not None:
+            known.add(decision, MOST_DECISIONS)

@@ -9,25 +9,20 @@ from attn_dispatch.store.decision import Decision
 
 
 class Steps(Protocol):
-    """The steps to a decision about one problem; each returns None if it finds none."""
+    """The steps to a decision about one problem; each returns None if it finds none.
 
-    def stored(self) -> Decision | None:
-        """The stored decision, if it is valid."""
+    * `stored`: the stored decision, if it is valid. `measured`: that of a trial run now.
+    * `locked_miss`: raises NotDecided where locked mode has no valid stored decision, unless the call only explains.
+    * `deferred`: a decision that needs no trial; else a trial is to be run between calls.
+    * `predicted`: from evidence without a trial. `static`: its `choice` is empty if no candidate can run.
+    """
 
-    def locked_miss(self) -> Decision:  # pyright: ignore[reportReturnType]
-        """Handles locked mode without a valid stored decision: raises NotDecided, unless the call only explains."""
-
-    def measured(self) -> Decision | None:
-        """The decision of a trial run now."""
-
-    def deferred(self) -> Decision | None:
-        """A decision that needs no trial; else a trial is to be run between calls."""
-
-    def predicted(self) -> Decision | None:
-        """A decision from evidence without a trial."""
-
-    def static(self) -> Decision:  # pyright: ignore[reportReturnType]
-        """The static choice; its `choice` is empty if no candidate can run."""
+    def stored(self) -> Decision | None: ...
+    def locked_miss(self) -> Decision: ...
+    def measured(self) -> Decision | None: ...
+    def deferred(self) -> Decision | None: ...
+    def predicted(self) -> Decision | None: ...
+    def static(self) -> Decision: ...
 
 
 def decide_by_mode(steps: Steps, *, force: bool = False) -> Decision:

@@ -2,7 +2,7 @@
 
 A problem without a decision runs by the best guess. Its trial goes on in slices at the end of its calls, whenever
 `$ATTN_DISPATCH_OVERHEAD` of the time spent in calls of problems on trial exceeds what trials have taken so far. The
-guess runs until the trial has ended; then its routes are dropped, and the next call takes the decision.
+guess runs until the trial has ended; then routes are dropped, and the next call takes the decision.
 
 A slice takes place in the caller's thread, never while a graph is captured or a backward pass runs. Within a process, a
 problem with gradients that was ever called under saved-tensor hooks keeps its guess: a recomputation in a checkpoint
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -51,18 +52,16 @@ MOST_AT_ONCE = 2  #: trials that go on at the same time, so that one ends before
 IDLE_CALLS = 200  #: calls of other problems after which a trial does not keep others from beginning
 
 Run = Callable[..., Any]
-Drop = Callable[[Problem], None]
 
 
 class _Account:
     """Seconds of calls of problems on trial, and of slices; `calls` counts the former."""
 
-    def __init__(self) -> None:
-        self.clear()
+    live_s = spent_s = 0.0
+    calls = 0
 
     def clear(self) -> None:
-        self.live_s = self.spent_s = 0.0
-        self.calls = 0
+        vars(self).clear()
 
     def left_s(self, share: float) -> float:
         return share * self.live_s - self.spent_s
@@ -70,12 +69,12 @@ class _Account:
 
 _account = _Account()
 _trials: dict[tuple[str, Problem], _LiveTrial] = {}
-_slicing = threading.Lock()  # held through a slice: nobody waits for it
+_slicing = process_state.lock()  # held through a slice: nobody waits for it
 process_state.register(process_state.DECISIONS, _trials.clear, _account.clear)
 
 
-def sampled(run: Run, problem: Problem, decision: Decision, drop: Drop) -> Run:
-    """`run`, with slices of the problem's trial after its calls; `drop` forgets the problem's routes when it ends.
+def sampled(run: Run, problem: Problem, decision: Decision) -> Run:
+    """`run`, with slices of the problem's trial after its calls.
 
     Raises:
         InvalidInput: $ATTN_DISPATCH_OVERHEAD is wrong.
@@ -86,27 +85,20 @@ def sampled(run: Run, problem: Problem, decision: Decision, drop: Drop) -> Run:
         if trial is None:
             _abandon_forgotten()
             trial = _trials[key] = _LiveTrial(problem, decision)
-        if drop not in trial.drops:
-            trial.drops.append(drop)
-    return _SampledRun(run, trial)
 
-
-class _SampledRun:
-    def __init__(self, run: Run, trial: _LiveTrial) -> None:
-        self._run, self._trial = run, trial
-
-    def __call__(self, *args: Any, **tensors: Any) -> Any:
-        trial = self._trial
-        run = trial.run_instead(self._run)
-        if trial.ended or is_result_known() or capturing(trial.problem.device):
-            return run(*args, **tensors)
-        if trial.problem.device.type == "cuda":
-            return trial.timed_by_events(run, *args, **tensors)
+    def sampled_run(*args: Any, **tensors: Any) -> Any:
+        current = trial.run_instead(run)
+        if trial.ended or is_result_known() or capturing(problem.device):
+            return current(*args, **tensors)
+        if problem.device.type == "cuda":
+            return trial.timed_by_events(current, *args, **tensors)
         start = time.perf_counter()
-        result = run(*args, **tensors)
+        result = current(*args, **tensors)
         trial.note(time.perf_counter() - start)
         trial.watch_backward(result)
         return result
+
+    return sampled_run
 
 
 class _LiveTrial:
@@ -115,13 +107,12 @@ class _LiveTrial:
     def __init__(self, problem: Problem, guess: Decision) -> None:
         self.problem, self.guess = problem, guess
         self.ended = False
-        self.drops: list[Drop] = []
         self.held_bytes = 0
         self._share = settings.overhead_share()
         self._stored = decide.on_trial.get((guess.silicon, problem))
         self._new_run: Run | None = None
         self._pinned = False
-        self._switching = threading.Lock()  # guards `_pinned`, `_new_run` and `ended`
+        self._switching = process_state.lock()  # guards `_pinned`, `_new_run`, `ended` and `_events`
         self._live_s: deque[float] = deque(maxlen=5)
         self._events: deque[Any] = deque(maxlen=64)
         self._last_call = 0
@@ -146,20 +137,13 @@ class _LiveTrial:
         end.record()
         self._events.append((start, end))
         self.watch_backward(result)
-        while (call_s := self._ended_call_s()) is not None:
-            self.note(call_s)
+        with self._switching:
+            ended = list(takewhile(lambda each: each[1].query(), self._events))
+            for _ in ended:
+                self._events.popleft()
+        for first, last in ended:
+            self.note(first.elapsed_time(last) / 1e3)
         return result
-
-    def _ended_call_s(self) -> float | None:
-        """The seconds of the earliest call that is not noted; None where it has not ended."""
-        try:
-            start, end = self._events.popleft()  # not looked at before, as another thread may take it
-        except IndexError:
-            return None
-        if not end.query():
-            self._events.appendleft((start, end))
-            return None
-        return float(start.elapsed_time(end)) / 1e3
 
     def watch_backward(self, result: Any) -> None:
         """Count the backward pass of a call's out, if it is ever run."""
@@ -182,16 +166,12 @@ class _LiveTrial:
         self._live_s.append(call_s)
         if _account.left_s(self._share) < max(self._need_s, SLICE_S) or not self._may_go_on():
             return
-        if not _slicing.acquire(blocking=False):
-            return
-        try:
-            if decide.measuring.acquire(blocking=False):
-                try:
-                    self._slice()
-                finally:
-                    decide.measuring.release()
-        finally:
-            _slicing.release()
+        with ExitStack() as held:
+            for lock in (_slicing, decide.measuring):
+                if not lock.acquire(blocking=False):
+                    return
+                held.callback(lock.release)
+            self._slice()
 
     def abandon(self) -> None:
         """End the trial without a decision: the guess stays."""
@@ -213,7 +193,7 @@ class _LiveTrial:
         try:
             if not self.ended:
                 with isolated(self.problem.device), preserved_rng(self.problem):
-                    self._advance()
+                    (self._begin if self._steps is None else self._go_on)()
         except Exception as error:
             logger.warning("the trial beside calls of %s was given up: %s", self.problem, one_line(error))
             self._end(None)
@@ -225,12 +205,6 @@ class _LiveTrial:
         finally:
             self._worked_s = self._clock()
             _account.spent_s += time.perf_counter() - self._slice_start
-
-    def _advance(self) -> None:
-        if self._steps is not None:
-            self._go_on()
-        else:
-            self._begin()  # a slice of its own: the first one of a process loads modules
 
     def _go_on(self) -> None:
         most_s = SLICE_S + SLICE_CALLS * statistics.median_low(self._live_s)
@@ -251,7 +225,10 @@ class _LiveTrial:
             self.held_bytes = trial.pause(HELD_SHARE * available_bytes(self.problem.device) - others)
 
     def _begin(self) -> None:
-        """Begin the trial; end it where neighbours that were measured meanwhile are sure."""
+        """Begin the trial; end it where neighbours that were measured meanwhile are sure.
+
+        In a slice of its own: the first one of a process loads modules.
+        """
         from attn_dispatch.tuning import tuner  # loaded only when something is measured
 
         request = Request.of(self.problem)
@@ -287,8 +264,8 @@ class _LiveTrial:
             if decision is not None and use:
                 self._new_run = runner(registry.load(decision.choice), decision.order, self.problem, None)
         _trials.pop((self.guess.silicon, self.problem), None)
-        for drop in self.drops:
-            drop(self.problem)
+        with decide.lock:
+            process_state.forget(process_state.ON_DEVICE)
 
 
 def _abandon_forgotten() -> None:
@@ -301,10 +278,7 @@ def _abandon_forgotten() -> None:
 
 def _abandon_all() -> None:
     """In a forked child: trials are the parent's, and other threads may have been amid a slice."""
-    global _slicing
-    _slicing = threading.Lock()
     for trial in _trials.values():
-        trial._switching = threading.Lock()
         trial.abandon()
     _trials.clear()
     _account.clear()

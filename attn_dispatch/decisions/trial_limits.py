@@ -22,8 +22,8 @@ from attn_dispatch.machine.devices import default_device
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision
-from attn_dispatch.text import gib, one_line, printable
-from attn_dispatch.tuning.candidates import Request
+from attn_dispatch.text import gib, one_line, printable, titled
+from attn_dispatch.tuning.candidates import Request, static_choice
 
 
 def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
@@ -140,6 +140,22 @@ def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool
         return False
 
 
+def why_refuted(request: Request, decision: Decision) -> str:
+    """Why another machine's choice does not hold here; empty where it does: it passes the hard cases, and a trial of it
+    and the static choice alone keeps it.
+    """
+    static = static_choice(request.able)
+    if static is None or static.id == decision.chosen:
+        return "" if passes_hard_cases(request, decision.chosen, run=True) else "it fails the hard cases"
+    from attn_dispatch.tuning.tuner import CHECK  # loaded only when something is measured
+
+    found = measure(request, None, waiting=True, limits=CHECK, prior=decision, changed=[static.id])
+    if found is None or found.chosen == decision.chosen:
+        return "" if found else "too little memory to check it"
+    row = next(row for row in found.candidates if row.id == decision.chosen)
+    return f"{row.ratio:.3g} times the time of {titled(*found.chosen)} here" if row.ratio else row.reason
+
+
 WINDOW_S = 60.0  #: seconds over which trials are limited
 
 
@@ -157,9 +173,12 @@ class RateLimit:
             self._trials.popleft()
         return sum(seconds for _, seconds in self._trials) < most_s
 
-    def add(self, seconds: float) -> None:
-        """Add the seconds of a trial that has just ended."""
-        self._trials.append((self._clock(), seconds))
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the seconds of a trial."""
+        start = self._clock()
+        yield
+        self._trials.append((self._clock(), self._clock() - start))
 
     def clear(self) -> None:
         """Forget all trials."""

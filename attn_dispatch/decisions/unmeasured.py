@@ -6,13 +6,12 @@ the static choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 
 import msgspec
 
-from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, forced_orders, orders_of, refusals_of, traceable
@@ -49,15 +48,6 @@ def runs(problem: Problem) -> bool:
     return bool(Request.of(problem).able)
 
 
-def with_reason(decision: Decision, text: str) -> Decision:
-    """The decision with a text added to the reason of its choice."""
-    rows = list(decision.candidates)
-    for index, row in enumerate(rows):
-        if row.id == decision.chosen:
-            rows[index] = msgspec.structs.replace(row, reason="; ".join(filter(None, (row.reason, text))))
-    return msgspec.structs.replace(decision, candidates=tuple(rows))
-
-
 def learned_decision(request: Request, prediction: predict.Prediction) -> Decision:
     """A decision with the predicted choice; it is not stored, since later evidence may change it."""
     rows = (_learned_row(each, prediction) for each in request.candidates)
@@ -66,15 +56,17 @@ def learned_decision(request: Request, prediction: predict.Prediction) -> Decisi
 
 
 def _learned_row(each: Candidate, prediction: predict.Prediction) -> Row:
-    if each.row is not None:
-        return each.row
-    version = each.version
     if each.id == (prediction.backend, prediction.order):
         reason = f"by {len(prediction.evidence)} measured neighbours, confidence {prediction.confidence:.2f}"
-        return Row(backend=each.name, order=each.order, status="chosen", reason=reason, version=version)
+        return row_of(each, "chosen", reason)
     ratio = prediction.ratios.get(each.id)
     reason = "no neighbour measured it" if ratio is None else f"predicted at {ratio:.2f} times the chosen one's time"
-    return Row(backend=each.name, order=each.order, status="not_measured", reason=reason, version=version)
+    return row_of(each, "not_measured", reason)
+
+
+def row_of(each: Candidate, status: str, reason: str = "") -> Row:
+    """A row of a candidate that was not measured, unless it is ruled out."""
+    return each.row or Row(backend=each.name, order=each.order, status=status, reason=reason, version=each.version)
 
 
 def check_names(backend: object, order: object) -> None:
@@ -85,31 +77,28 @@ def check_names(backend: object, order: object) -> None:
         raise InvalidInput(f"backend must be None or one of {', '.join(registry.names())}, got {backend!r}")
 
 
-def decision_among(request: Request, found: Sequence[Candidate], measured: Decision | None) -> Decision:
+def decision_among(
+    request: Request, found: Sequence[Candidate], choice: CandidateId | None, valid: Mapping[CandidateId, Row]
+) -> Decision:
     """A forced decision among the candidates `found`; no choice if none can run.
 
     Args:
-        measured: the measured decision of the problem, if there is one.
+        choice: the best measured one, if there is one. valid: the measured rows of those that can run.
     """
-    able = [each for each in found if each.row is None]
-    valid = {} if measured is None else look_up.valid_rows(measured, able)
-    choice = None if measured is None else look_up.best_candidate(measured, valid)
-    first = static_choice(able)
+    first = static_choice(found)
     if choice is None and first is not None:
         choice = first.id
     return request.decision(choice, "forced", (_decision_row(each, choice, valid.get(each.id)) for each in found))
 
 
-def forced_candidates(
-    request: Request, backend: str | None, order: str | None
-) -> tuple[list[Candidate], Exception | None]:
-    """The candidates of a forced backend, order or both; and the exception of a forced backend that raised.
+def forced_candidates(request: Request, backend: str | None, order: str | None) -> list[Candidate]:
+    """The candidates of a forced backend, order or both; one with the status `failed` where a forced backend raised.
 
     A forced backend is checked neither against free memory nor quarantine.
     """
     if backend is None:
-        return list(_order_candidates(request, order or NATURAL)), None
-    return _backend_candidates(request.problem, backend, order)
+        return list(_order_candidates(request, order or NATURAL))
+    return _backend_candidates(request.problem, registry.load(backend), order)
 
 
 def no_backend_message(
@@ -124,25 +113,22 @@ def no_backend_message(
         f"  q [{problem.batch}, {problem.q_len}, {problem.heads}, {problem.head_dim}]  k, v {kv}",
         *(f"  {titled(*row.id) if order is None else row.backend}: {row.reason}" for row in rows),
     ]
-    lines += ["Pass backend=None to let every backend be tried."] * (backend is not None)
-    return "\n".join(lines + ["Pass order=None to let every order be tried."] * (order is not None))
+    forced = [name for name, given in (("backend", backend), ("order", order)) if given is not None]
+    return "\n".join([*lines, *(f"Pass {name}=None to let every {name} be tried." for name in forced)])
 
 
-def _backend_candidates(problem: Problem, name: str, order: str | None) -> tuple[list[Candidate], Exception | None]:
+def _backend_candidates(problem: Problem, backend: Backend, order: str | None) -> list[Candidate]:
     """The candidates of one backend, in the forced order or the orders that it offers."""
-    backend = registry.load(name)
     try:
-        refusals = refusals_of(backend, problem)
-        if refusals:
-            return [ruled_out(backend, order or NATURAL, *status_and_reason(refusals))], None
+        if refusals := refusals_of(backend, problem):
+            return [ruled_out(backend, order or NATURAL, *status_and_reason(refusals))]
         offered = orders_of(backend, problem) or (NATURAL,)
         if order is not None and order not in forced_orders(backend, problem):
-            return [_unsupported_order(backend, problem, order, offered)], None
+            return [_unsupported_order(backend, problem, order, offered)]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way
-        raised = error if isinstance(error, Exception) else RuntimeError(one_line(error))
-        return [ruled_out(backend, order or NATURAL, "failed", one_line(error))], raised
+        return [ruled_out(backend, order or NATURAL, "failed", one_line(error))]
     version = registry.version_of(backend)
-    return [Candidate(backend, each, version) for each in (offered if order is None else (order,))], None
+    return [Candidate(backend, each, version) for each in (offered if order is None else (order,))]
 
 
 def _order_candidates(request: Request, order: str) -> Iterator[Candidate]:
@@ -168,17 +154,13 @@ def _unsupported_order(backend: Backend, problem: Problem, order: str, offered: 
 
 
 def _decision_row(each: Candidate, choice: CandidateId | None, measured: Row | None) -> Row:
-    if each.row is not None:
-        return each.row
-    chosen = each.id == choice
-    if measured is None:
-        status = "chosen" if chosen else "not_measured"
-        return Row(backend=each.name, order=each.order, status=status, version=each.version)
+    if each.row is not None or measured is None:
+        return row_of(each, "chosen" if each.id == choice else "not_measured")
     # Its ratios are relative to the chosen candidate of the race.
-    without_ratio = msgspec.structs.replace(measured, ratio=None, ratio_low=None, ratio_high=None)
-    if not chosen or measured.status == "chosen":
-        return without_ratio
-    return msgspec.structs.replace(without_ratio, status="chosen", reason="")
+    row = msgspec.structs.replace(measured, ratio=None, ratio_low=None, ratio_high=None)
+    if each.id == choice and row.status != "chosen":
+        return msgspec.structs.replace(row, status="chosen", reason="")
+    return row
 
 
 def check_traceable(problem: Problem, decision: Decision) -> None:

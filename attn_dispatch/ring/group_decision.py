@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_dispatch import settings
 from attn_dispatch.decisions.decide import counted
-from attn_dispatch.decisions.look_up import is_believed, nothing_stored
+from attn_dispatch.decisions.look_up import is_believed
 from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.errors import GroupMismatch, NoBackend, NotDecided
 from attn_dispatch.machine.hardware import provenance, silicon
@@ -82,7 +82,7 @@ class _GroupDecision:
         return found and counted(found, loaded=True)
 
     def locked_miss(self) -> Decision:
-        why = nothing_stored(self.ranks.request)
+        why = f"no decision is stored on {self.ranks.request.silicon}"
         raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.ranks.sharded.problem} by any rank")
 
     def measured(self) -> Decision | None:

@@ -47,7 +47,7 @@ class Shared(NamedTuple):
 def shareable(decisions: Iterable[Decision], backends: Collection[str]) -> Shared:
     """Select settled decisions that were measured here, and remove what concerns this machine alone.
 
-    No path, host or user remains: texts of errors, the platform and live times are removed, and rows of other
+    No path, host or user remains: texts of errors, and the platform are removed, and rows of other
     backends than `backends`.
     """
     found, left_out = [], Counter[str]()
@@ -58,7 +58,7 @@ def shareable(decisions: Iterable[Decision], backends: Collection[str]) -> Share
             continue
         provenance = {name: each.provenance[name] for name in SHARED_PROVENANCE if name in each.provenance}
         rows = tuple(_shared_row(row) for row in each.candidates if row.backend in backends and not row.origin)
-        found.append(msgspec.structs.replace(each, provenance=provenance, candidates=rows, drift=None))
+        found.append(msgspec.structs.replace(each, provenance=provenance, candidates=rows))
     return Shared(found, dict(left_out))
 
 
@@ -67,8 +67,6 @@ def _why_not_shared(decision: Decision, backends: Collection[str]) -> str:
         return "measured on another machine"
     if decision.provisional:
         return "provisional: the machine was not calm, or time was short"
-    if decision.drift is not None:
-        return "drifted"
     return "" if decision.choice in backends else "decided for a plug-in"
 
 

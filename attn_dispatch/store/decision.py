@@ -76,16 +76,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
         return self.backend, self.order
 
 
-class Drift(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Times of live calls outside the stored interval, and when they were observed (UTC)."""
-
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    samples: int
-    seen: str
-
-
 class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """The chosen candidate of a problem, with a row for every candidate.
 
@@ -111,7 +101,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     environment: str = ""
     confidence: float | None = None
     evidence: tuple[str, ...] = ()
-    drift: Drift | None = None
     preferred: tuple[str, str] | None = None
     provisional: str = ""
     attempts: int = 0

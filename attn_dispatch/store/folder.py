@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import cache
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from attn_dispatch import process_state
 from attn_dispatch.log import say_once
-from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_bytes
+from attn_dispatch.settings import NO_HOME, NOWHERE, max_cache_mb
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON, STORED, Address
 from attn_dispatch.store.bundle import Refused, read_bundle
@@ -105,7 +105,7 @@ class Store:
         Raises:
             OSError: the file cannot be written. Damaged: the decision could not be read back.
         """
-        most, path = max_cache_bytes(), self.path(*decision.address)
+        most, path = max_cache_mb() * 1e6, self.path(*decision.address)
         encode(decision)  # before folders are created: it raises where the decision is invalid
         self._warn_if_shared()
         with files.locked(self.folder, path.parent):
@@ -148,11 +148,6 @@ class Store:
         if most is not None and len(paths) > most:
             paths = sorted(sorted(paths, key=lambda path: -_used(path))[:most])
         return [found for found in map(_read, paths) if found is not None]
-
-    def silicons_of(self, problem: Mapping[str, Any]) -> list[str]:
-        """The silicons for which a decision of the problem, as `Problem.to_dict` writes it, is stored."""
-        places = (Address.of(problem, silicon) for silicon in self._names())
-        return [each.silicon for each in places if each.is_valid and self.path(*each).is_file()]
 
     def all(self) -> Iterator[tuple[Path, Decision]]:
         """Every readable decision with its path, sorted by silicon and key."""

@@ -13,7 +13,7 @@ from datetime import datetime
 
 from msgspec.structs import replace
 
-from attn_dispatch.store.decision import NEVER, TIMED, CandidateId, Decision, Row, canonical, time_of, to_plain
+from attn_dispatch.store.decision import TIMED, CandidateId, Decision, Row, canonical, time_of, to_plain
 
 UNTIMED = (*TIMED, "not_measured")  #: statuses between which a row without times may change with the choice
 Rows = dict[CandidateId, Row]
@@ -31,7 +31,7 @@ def merge(a: Decision, b: Decision) -> Decision:
     rows = _join(_rows(a), _rows(b))
     latest = max(map(_header_key, (a, b)))
     sides = [side for side in (a, b) if _header_key(side) == latest]
-    header = replace(sides[0], drift=max(a, b, key=_drift_key).drift)
+    header = sides[0]
     same_facts = all(_facts(rows) == _facts(_rows(side)) for side in sides)
     if same_facts and len(set(map(_relative_bytes, sides))) == 1:
         return header  # all rows come from this decision, so their derived fields are valid
@@ -39,15 +39,9 @@ def merge(a: Decision, b: Decision) -> Decision:
 
 
 def _header_key(decision: Decision) -> SortKey:
-    plain = to_plain(replace(decision, candidates=(), drift=None, preferred=_preferred(decision)))
+    plain = to_plain(replace(decision, candidates=(), preferred=_preferred(decision)))
     del plain["choice"], plain["order"], plain["candidates"]
     return not decision.origin, time_of(decision.created), canonical(plain)
-
-
-def _drift_key(decision: Decision) -> tuple[bool, datetime, bool, datetime, bytes]:
-    drift = decision.drift
-    seen = NEVER if drift is None else time_of(drift.seen)
-    return not decision.origin, time_of(decision.created), drift is not None, seen, canonical(drift)
 
 
 def _preferred(decision: Decision) -> CandidateId:

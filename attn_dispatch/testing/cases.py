@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,54 +28,24 @@ class Case:
     strides: tuple[str, str, str] = ("bnhd", "bnhd", "bnhd")
     scale: float | None = None
 
-    @property
-    def factors(self) -> dict[str, Hashable]:
-        """What a choice of cases has in every pair."""
-        masks = (self.seq_lens, self.key_mask)
-        return {"pattern": kind_of(self.pattern), "masks": masks, "grouped": self.kv_heads is not None}
-
     def problem(self, dtype: torch.dtype, *, needs_grad: bool, device: torch.device | str = "cpu") -> Problem:
         batch, q_len, heads, head_dim = self.shape
         k_len = q_len if self.k_len is None else self.k_len
         self.pattern.check(q_len, k_len)
-        return Problem(
-            pattern=self.pattern.simplify(q_len, k_len, heads),
-            batch=batch,
-            q_len=q_len,
-            k_len=k_len,
-            heads=heads,
-            kv_heads=self.kv_heads or heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=torch.device(device),
-            scale=float(head_dim) ** -0.5 if self.scale is None else self.scale,
-            needs_grad=needs_grad,
-            return_lse=True,
-            has_seq_lens=self.seq_lens,
-            has_key_mask=self.key_mask,
-            strides=self.strides,
-        )
-
-
-def kind_of(pattern: Pattern) -> str:
-    """The pattern's class, and what a backend may treat apart: causality, axes, edges, strides, selection."""
-    match pattern:
-        case Dense():
-            more: tuple[object, ...] = (pattern.is_causal,)
-        case Window():
-            more = (pattern.right == 0,)
-        case Dilated():
-            more = (pattern.is_causal, pattern.offsets, pattern.heads)
-        case Neighborhood():
-            plain = len(pattern.grid), any(pattern.is_causal), pattern.edges
-            more = ("strided",) if max(pattern.stride) > 1 else plain
-        case _:
-            more = ()
-    return "-".join(map(str, (type(pattern).__name__, *more)))
+        scale = float(head_dim) ** -0.5 if self.scale is None else self.scale
+        pattern = self.pattern.simplify(q_len, k_len, heads)
+        sizes = batch, q_len, k_len, heads, self.kv_heads or heads, head_dim
+        more: dict[str, Any] = {"has_seq_lens": self.seq_lens, "has_key_mask": self.key_mask, "strides": self.strides}
+        more |= {"needs_grad": needs_grad, "return_lse": True}
+        return Problem(pattern, *sizes, dtype, torch.device(device), scale, **more)
 
 
 LONGNET = Dilated((32, 64, 128), (1, 2, 4))
 CAUSAL = Dilated((32, 64, 128), (1, 2, 4), is_causal=True)
+STRIDED = Neighborhood((11, 7), (5, 4), (2, 1), (False, True), "shift", (2, 3))
+STRIDED_3D = Neighborhood((5, 4, 6), (4, 2, 3), (1, 2, 1), (True, False, False), "shift", (3, 1, 2))
+STRIDED_END = Neighborhood((9, 8), (4, 5), edges="shift", stride=(4, 2))
+STRIDED_CAUSAL = Neighborhood((9, 8), (5, 4), (1, 2), (True, False), "shift", (3, 2))
 
 CASES = (
     Case("dense", Dense(), (1, 64, 4, 16)),
@@ -148,33 +117,10 @@ CASES = (
     Case("neighborhood-even", Neighborhood((9, 8), (4, 6), edges="shift"), (1, 72, 4, 16), kv_heads=2),
     Case("neighborhood-1d-stride", Neighborhood((61,), (6,), (3,), edges="shift", stride=(4,)), (2, 61, 2, 16)),
     Case("neighborhood-1d-stride-causal", Neighborhood((62,), (7,), (3,), (True,), "shift", (3,)), (1, 62, 2, 16)),
-    Case(
-        "neighborhood-stride-mixed",
-        Neighborhood((11, 7), (5, 4), (2, 1), (False, True), "shift", (2, 3)),
-        (2, 77, 4, 16),
-        kv_heads=2,
-        key_mask=True,
-        seq_lens=True,
-    ),
-    Case(
-        "neighborhood-3d-stride",
-        Neighborhood((5, 4, 6), (4, 2, 3), (1, 2, 1), (True, False, False), "shift", (3, 1, 2)),
-        (1, 120, 2, 16),
-    ),
-    Case(
-        "neighborhood-stride-at-end",
-        Neighborhood((9, 8), (4, 5), edges="shift", stride=(4, 2)),
-        (2, 29, 4, 16),
-        k_len=72,
-        kv_heads=2,
-        key_mask=True,
-    ),
-    Case(
-        "neighborhood-stride-at-end-causal",
-        Neighborhood((9, 8), (5, 4), (1, 2), (True, False), "shift", (3, 2)),
-        (1, 30, 2, 16),
-        k_len=72,
-    ),
+    Case("neighborhood-stride-mixed", STRIDED, (2, 77, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
+    Case("neighborhood-3d-stride", STRIDED_3D, (1, 120, 2, 16)),
+    Case("neighborhood-stride-at-end", STRIDED_END, (2, 29, 4, 16), k_len=72, kv_heads=2, key_mask=True),
+    Case("neighborhood-stride-at-end-causal", STRIDED_CAUSAL, (1, 30, 2, 16), k_len=72),
     Case("neighborhood-at-end", Neighborhood((6, 7), (3, 3)), (2, 9, 2, 16), k_len=42, key_mask=True),
     Case("neighborhood-at-end-causal", Neighborhood((9, 7), (5, 3), is_causal=(True, False)), (1, 17, 2, 16), k_len=63),
     Case("neighborhood-at-end-shift", Neighborhood((9, 8), (3, 3), (2, 1), edges="shift"), (1, 30, 2, 16), k_len=72),

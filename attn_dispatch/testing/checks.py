@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,6 @@ from attn_dispatch.kernels.contract import (
     missing_members,
     refuse_score_terms,
     runner,
-    traces,
 )
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.problem import Problem
@@ -36,7 +35,7 @@ from attn_dispatch.testing.drawn import random_problems
 from attn_dispatch.text import gib, one_line, titled
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.hard_cases import CaseSpec, MemorySnapshot, case_of, class_key, nan_memory
+from attn_dispatch.tuning.hard_cases import CaseSpec, HardCase, MemorySnapshot, case_of, class_key
 from attn_dispatch.tuning.oracle import Oracle, expected_of, further_checks
 
 RANDOM = 40  #: random problems beside the fixed ones
@@ -148,22 +147,26 @@ class _Findings:
                 check = _OrderCheck(self.backend, order, problem, self.checked)
                 prefix = "" if order == "natural" else f"{titled(self.name, order)}: "
                 for step in (check.results, partial(check.memory, declared), check.further_calls, check.dropout):
-                    with self.noting(where, prefix):
-                        for failure in step():
-                            self.fail(where, prefix + failure)
-                for case in check.hard_cases():
-                    with self.noting(where, prefix + f"hard case: {case}: "):
-                        for failure in check.hard_case(case):
-                            self.fail(where, f"{prefix}hard case: {failure}")
-            for member, (problem_of, failures_of) in optional.CHECKS.items():
-                with self.noting(where, f"{member}: "):
-                    asked = problem_of(self.backend, problem)
-                    if asked is not None and (member, asked) not in self.asked:
-                        self.asked.add((member, asked))
-                        for failure in failures_of(self.backend, asked):
-                            self.fail(where, f"{member}: {failure}")
+                    self._check(where, prefix, step)
+                for spec in class_key(problem):
+                    self._check(where, f"{prefix}hard case: ", partial(check.hard_case, spec))
+            for member in optional.CHECKS:
+                self._check(where, f"{member}: ", partial(self._optional, member, problem))
             if where not in self.failures:
                 self.computed.append(problem)
+
+    def _check(self, where: str, prefix: str, step: Callable[[], Iterable[str]]) -> None:
+        with self.noting(where, prefix):
+            for failure in step():
+                self.fail(where, prefix + failure)
+
+    def _optional(self, member: str, problem: Problem) -> list[str]:
+        problem_of, failures_of = optional.CHECKS[member]
+        asked = problem_of(self.backend, problem)
+        if asked is None or (member, asked) in self.asked:
+            return []
+        self.asked.add((member, asked))
+        return failures_of(self.backend, asked)
 
     def _refusals(self, problem: Problem) -> list[Refusal]:
         found, again = self.backend.refusals(problem), self.backend.refusals(problem)
@@ -202,17 +205,12 @@ class _OrderCheck:
         return self.oracle.run(self.backend, self.order)
 
     def results(self) -> list[str]:
-        """Of the problem itself, in memory full of NaN."""
+        """Of the problem itself, in memory full of NaN, as a hard case is run."""
         example = self.oracle.example
         tensors = {"q": example.q, "k": example.k, "v": example.v, "the gradient": self.oracle.grad, **example.masks}
-        snapshots = [MemorySnapshot.of(name, x) for name, x in tensors.items() if x is not None]
-        try:
-            with nan_memory(self.problem, in_torch=not traces(self.backend)):
-                self.found = self.run()
-        finally:
-            changed = [each.name for each in snapshots if each.restore()]
-        if changed:
-            return [f"wrote into {', '.join(changed)}"]
+        snapshots = tuple(MemorySnapshot.of(name, x) for name, x in tensors.items() if x is not None)
+        case = HardCase("a call", self.problem, self.oracle, snapshots)
+        self.found = case.run(self.backend, self.order)
         return list(self.oracle.check(self.found).failures)
 
     def memory(self, declared: int) -> list[str]:
@@ -238,15 +236,11 @@ class _OrderCheck:
         called = self.oracle, self.backend, self.order, partial(guard.run_at_once, timeout_s=threading.TIMEOUT_MAX)
         return next((failures for check in further_checks(self.backend) if (failures := check(*called))), [])
 
-    def hard_cases(self) -> Iterator[CaseSpec]:
-        for spec in class_key(self.problem):
-            if (spec, self.order) not in self.checked:
-                self.checked.add((spec, self.order))
-                yield spec
-
     def hard_case(self, spec: CaseSpec) -> tuple[str, ...]:
         case = case_of(spec)
-        if case.refused_by(self.backend, self.order):
+        known = (spec, self.order) in self.checked
+        self.checked.add((spec, self.order))
+        if known or case.refused_by(self.backend, self.order):
             return ()
         return case.check(case.run(self.backend, self.order)).failures
 

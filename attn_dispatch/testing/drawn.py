@@ -11,7 +11,7 @@ import torch
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import normal_device
-from attn_dispatch.testing.cases import DTYPES
+from attn_dispatch.testing.cases import DTYPES, Case
 
 LONGEST = 70  #: tokens
 OFFSETS: tuple[Literal["mod", "block"], ...] = ("mod", "block")
@@ -43,25 +43,12 @@ def random_problem(
     kv_heads, head_dim = rng.randint(1, 4), rng.randint(1, 20)
     heads = kv_heads * rng.randint(1, 4)
     pattern = random_pattern(rng, q_len, k_len)
-    pattern.check(q_len, k_len)
     scale = rng.choice([float(head_dim) ** -0.5, round(rng.uniform(-2, 2), 3)])
-    return Problem(
-        pattern=pattern.simplify(q_len, k_len, heads),
-        batch=rng.randint(1, 3),
-        q_len=q_len,
-        k_len=k_len,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=rng.choice(dtypes),
-        device=normal_device(device),
-        scale=scale,
-        needs_grad=rng.choice([False, True]),
-        return_lse=True,
-        has_seq_lens=q_len == k_len and rng.choice([False, True]),
-        has_key_mask=rng.choice([False, True]),
-        strides=(rng.choice(STRIDES), rng.choice(STRIDES), rng.choice(STRIDES)),
-    )
+    shape, dtype, needs_grad = (rng.randint(1, 3), q_len, heads, head_dim), rng.choice(dtypes), rng.random() < 0.5
+    masks = {"seq_lens": q_len == k_len and rng.choice([False, True]), "key_mask": rng.choice([False, True])}
+    strides = rng.choice(STRIDES), rng.choice(STRIDES), rng.choice(STRIDES)
+    case = Case("drawn", pattern, shape, k_len, kv_heads, strides=strides, scale=scale, **masks)
+    return case.problem(dtype, needs_grad=needs_grad, device=normal_device(device))
 
 
 def random_pattern(rng: Random, q_len: int, k_len: int) -> Pattern:

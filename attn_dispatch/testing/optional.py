@@ -19,7 +19,7 @@ from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.contract import Backend, adapted, is_plain, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.pattern import Dense, Dilated, Window
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import nan_memory
@@ -95,7 +95,7 @@ def _dq_of(oracle: Oracle, q: Tensor, keys: Tensor, values: Tensor, counts: Tens
 
 def problem_of_documents(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of packed rows with which `run_documents` is called for one like this; None where it is not."""
-    common = isinstance(problem.pattern, Dense | Window | Dilated) and problem.q_len == problem.k_len
+    common = problem.pattern.lengthened(1, 2) is not None and problem.q_len == problem.k_len
     if backend.run_documents is None or not common or problem.bias or problem.dropout_p:
         return None
     rows = replace(problem, has_seq_lens=False, is_document=True)
@@ -153,25 +153,22 @@ def specialized_failures(backend: Any, problem: Problem) -> list[str]:
     """Where its functions do otherwise than `run`, also for other tensors than those that they were made for."""
     example = make(problem)
     inputs: tuple[Tensor, ...] = (example.q, example.k, example.v)
-    calls = {
-        heads_first: specialized(backend, NATURAL, problem, _of_axes(inputs, heads_first), heads_first=heads_first)
-        for heads_first in (False, True)
-    }
-    failures, results = [], []
-    for other in ("", "for other tensors "):
-        expected = backend.run(*inputs, problem)
-        for heads_first, call in calls.items():
-            if call is None:
-                continue
-            axes = "heads first: " if heads_first else ""
+    failures: list[str] = []
+    for heads_first, axes in ((False, ""), (True, "heads first: ")):
+        call = specialized(backend, NATURAL, problem, _of_axes(inputs, heads_first), heads_first=heads_first)
+        results = []
+        if call is None:
+            continue
+        for other, given in (("", inputs), ("for other tensors ", tuple(map(_halved, inputs)))):
             with nan_memory(problem, in_torch=backend.first_call_ms is None):
-                result = call(*_of_axes(inputs, heads_first), problem)
+                result = call(*_of_axes(given, heads_first), problem)
+            expected = backend.run(*given, problem)
             failures += [f"{axes}{other}{each}" for each in _differences(result, expected, problem, heads_first)]
             tensors = result if isinstance(result, tuple) else (result,)
-            results += [(axes, x, x.clone()) for x in tensors if x is not None]
-        inputs = tuple(_halved(x) for x in inputs)
-    changed = dict.fromkeys(axes for axes, x, known in results if not torch.equal(x, known))
-    return failures + [f"{axes}a second call changed the result of the first" for axes in changed]
+            results += [(x, x.clone()) for x in tensors if x is not None]
+        if not all(torch.equal(x, known) for x, known in results):
+            failures.append(f"{axes}a second call changed the result of the first")
+    return failures
 
 
 def _of_axes(inputs: tuple[Tensor, ...], heads_first: bool) -> tuple[Tensor, ...]:
@@ -186,13 +183,13 @@ def _halved(x: Tensor) -> Tensor:
 
 def _differences(found: Any, expected: Any, problem: Problem, heads_first: bool) -> Iterator[str]:
     """How the result of a specialized function differs from that of `run`."""
-    out, lse = found if isinstance(found, tuple) else (found, None)
-    known, known_lse = expected if isinstance(expected, tuple) else (expected, None)
-    known = known.transpose(1, 2) if heads_first else known
+    (out, lse), (known, known_lse) = (each if isinstance(each, tuple) else (each, None) for each in (found, expected))
+    pairs = [("out", out, known.transpose(1, 2) if heads_first else known)]
     if problem.return_lse and lse is None:
         yield "lse was asked for and not returned"
-    pairs = {"out": (out, known), **({"lse": (lse, known_lse)} if problem.return_lse and lse is not None else {})}
-    for name, (x, y) in pairs.items():
+    elif problem.return_lse:
+        pairs.append(("lse", lse, known_lse))
+    for name, x, y in pairs:
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name} is {list(x.shape)} of {x.dtype}, that of run {list(y.shape)} of {y.dtype}"
         elif not torch.equal(x, y):

@@ -22,12 +22,13 @@ from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.allocations import allocated_peak
-from attn_dispatch.testing.cases import CASES, DTYPES, Case, kind_of
+from attn_dispatch.testing.cases import CASES, DTYPES, Case
 from attn_dispatch.testing.drawn import random_problem
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.guard import CUDA_SLACK
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support.cases import gate
+from tests.support.cases import factors_of as case_factors
+from tests.support.cases import gate, kind_of
 from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import Factors, chosen, parameters, wanted
 
@@ -93,7 +94,7 @@ def factors_of(case: Case, dtype: torch.dtype, backend: str, direction: str) -> 
     """Factors of a case: each run has each case with each backend; interpreted kernels, each kind of pattern."""
     if refused(case, dtype, backend):
         return {"refusing": backend, "refused": kind_of(case.pattern)}
-    given: dict[str, Hashable] = {**case.factors, "dtype": dtype, "backend": backend, "direction": direction}
+    given: dict[str, Hashable] = {**case_factors(case), "dtype": dtype, "backend": backend, "direction": direction}
     return given if backend in SLOW else {**given, "case": case}
 
 

@@ -29,7 +29,7 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
-from tests.support.cases import gate
+from tests.support.cases import factors_of, gate
 from tests.support.pairwise import crossed
 
 FLASH = {variant.title: variant for variant in flash.BACKEND.variants}
@@ -108,7 +108,7 @@ def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> No
         assert gate(problem).check(gate(problem).run(backend)).failures == ()
 
 
-@crossed(lambda adapter, case: {**case.factors, "adapter": adapter}, adapter=ADAPTERS, case=CHOSEN)
+@crossed(lambda adapter, case: {**factors_of(case), "adapter": adapter}, adapter=ADAPTERS, case=CHOSEN)
 def test_adapters_agree_with_float64(adapter: str, case: Case, calls: list[dict[str, Any]]) -> None:
     agrees(adapter, case, torch.float32, True)
 

@@ -166,9 +166,8 @@ def test_a_forced_backend_whose_refusals_raise(monkeypatch: pytest.MonkeyPatch) 
     plugin = Plugin()
     monkeypatch.setattr(plugin, "refusals", broken)
     register(plugin)
-    with pytest.raises(BackendFailed, match="planted cannot tell whether it can run") as raised:
+    with pytest.raises(BackendFailed, match=r"planted cannot tell whether it can run .*KeyError: 'broken'"):
         attend(*qkv(), backend="planted")
-    assert isinstance(raised.value.__cause__, KeyError)
     found = explain(*qkv(), backend="planted")
     assert found.choice is None
     assert status(found, "planted") == "failed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,8 +26,7 @@ from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.orders import EXCHANGES, ORDERS
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
-from tests.support.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, forget, formula, qkv
-from tests.support.pairwise import thinned
+from tests.support.calls import BUILT_IN, RUN_HERE, Plugin, close, counted, formula, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -46,18 +45,6 @@ def test_lse_in_each_dtype(set_mode: Callable[[str], None]) -> None:
         out, lse = attend(q, k, v, return_lse=True)
         assert (out.dtype, lse.dtype, lse.shape) == (dtype, wide, (1, 2, 16))
         assert isinstance(attend(q, k, v), Tensor)
-
-
-@pytest.mark.parametrize("seq_lens", [None, torch.tensor([9])], ids=["plain", "masked"])
-def test_layout_bhnd(seq_lens: Tensor | None) -> None:
-    q, k, v = qkv()
-    options: dict[str, Any] = {"is_causal": True, "return_lse": True, "seq_lens": seq_lens}
-    out, lse = attend(q, k, v, **options)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out_swapped, lse_swapped = attend(q, k, v, layout="bhnd", **options)
-    assert torch.equal(out_swapped, out.transpose(1, 2))
-    assert torch.equal(lse_swapped, lse)
-    assert counted(measured=1)
 
 
 @pytest.mark.parametrize("watched", [False, True], ids=["", "observed"])
@@ -133,39 +120,25 @@ def test_masks_belong_to_the_call_and_not_to_the_route() -> None:
 
 
 def test_an_invalid_result_is_reported() -> None:
-    register(Plugin(change=lambda out, lse: (out,)))
+    register(Plugin(lambda out, lse: (out,)))
     with pytest.raises(BackendFailed, match="planted returned a tuple, neither out nor"):
         attend(*qkv(), backend="planted")
 
 
-BRANCHES: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "tuples": lambda: ((4, 8), (1, 2)),
-    "lists": lambda: ([4, 8], [1, 2]),
-    "other-order": lambda: ([8, 4], [2, 1]),
-    "numpy": lambda: (np.array([4, 8]), np.array([1, 2])),
-    "torch": lambda: (torch.tensor([4, 8]), torch.tensor([1, 2])),
-    "range": lambda: (range(4, 9, 4), range(1, 3)),
-    "iterators": lambda: (iter([4, 8]), iter([1, 2])),
-}
-
-
-@thinned("branches", BRANCHES.values(), 3, BRANCHES)
-def test_any_sequence_of_branches(branches: Callable[[], tuple[Iterable[int], Iterable[int]]]) -> None:
+def test_any_sequence_of_branches() -> None:
     q, k, v = qkv()
     expected = attend(q, k, v, Dilated((4, 8), (1, 2)))
-    counts = []
-    for _ in range(2):
-        lengths, rates = branches()
-        assert torch.equal(attend(q, k, v, segment_lengths=lengths, dilation_rates=rates), expected)
-        counts.append(len(routes.routes))
+    kinds: list[Callable[[list[int]], Any]] = [tuple, list, reversed, np.array, torch.tensor, iter]
+    for kind in kinds:
+        counts = []
+        for _ in range(2):
+            branches: dict[str, Any] = {"segment_lengths": kind([4, 8]), "dilation_rates": kind([1, 2])}
+            assert torch.equal(attend(q, k, v, **branches), expected)
+            counts.append(len(routes.routes))
+        assert counts[0] == counts[1], "a repeated call adds no route"
     assert counted(measured=1)
-    assert counts[0] == counts[1], "a repeated call adds no route"
-
-
-def test_one_branch_may_be_a_number() -> None:
-    q, k, v = qkv()
-    found = attend(q, k, v, segment_lengths=8, dilation_rates=np.array(2), backend="manual")  # type: ignore[arg-type]
-    assert torch.equal(found, attend(q, k, v, Dilated((8,), (2,)), backend="manual"))
+    one: dict[str, Any] = {"segment_lengths": 8, "dilation_rates": np.array(2), "backend": "manual"}
+    assert torch.equal(attend(q, k, v, **one), attend(q, k, v, Dilated((8,), (2,)), backend="manual"))
 
 
 def test_meta_tensors_are_explained_and_not_run() -> None:
@@ -214,18 +187,6 @@ def test_a_forced_backend_runs(backend: str, set_mode: Callable[[str], None]) ->
     assert not cache_folder().exists()
 
 
-def test_natural_order_alone_can_be_forced() -> None:
-    """Nothing is measured: the static choice runs, or the fastest measured candidate once there is one."""
-    q, k, v = qkv()
-    assert close(attend(q, k, v, order="natural"), formula(q, k, v, Dense())[0])
-    assert counted(forced=1)
-    assert explain(q, k, v, order="natural").choice == "sdpa"
-    forget()
-    out = attend(q, k, v)
-    assert torch.equal(attend(q, k, v, order="natural"), out)
-    assert explain(q, k, v, order="natural").choice == explain(q, k, v).choice
-
-
 def test_a_forced_backend_that_refuses() -> None:
     with pytest.raises(NoBackend) as raised:
         attend(*qkv(), Window(3, 0), dropout_p=0.5, backend="sdpa")
@@ -247,31 +208,23 @@ def test_a_forced_backend_that_refuses() -> None:
             attend(*qkv(), given, dropout_p=0.5, backend="sdpa", order="natural")
 
 
-@pytest.mark.parametrize("call", [attend, explain])
-@pytest.mark.parametrize("backend", ["abacus", "", 3, ["sdpa"], "../manual"], ids=repr)
-def test_an_unknown_backend(call: Callable[..., Any], backend: Any) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        call(*qkv(), backend=backend)
-    assert str(raised.value) == f"backend must be None or one of {', '.join(BUILT_IN)}, got {backend!r}"
+KNOWN = f"order must be None or one of {', '.join(map(repr, ORDERS))}"
 
 
 @pytest.mark.parametrize("call", [attend, explain])
-@pytest.mark.parametrize("order", ["random", "", 3, ["natural"]], ids=repr)
-def test_an_unknown_order(call: Callable[..., Any], order: Any) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        call(*qkv(), order=order)
-    assert str(raised.value) == f"order must be None or one of {', '.join(map(repr, ORDERS))}, got {order!r}"
-
-
-@pytest.mark.parametrize("call", [attend, explain])
-@pytest.mark.parametrize("backend", [None, "manual", "native"], ids=str)
-@pytest.mark.parametrize("order", EXCHANGES)
-def test_an_exchange_without_ranks(call: Callable[..., Any], backend: str | None, order: str) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        call(*qkv(), backend=backend, order=order)
-    known = ", ".join(map(repr, ORDERS))
-    text = f"order must be None or one of {known}, got {order!r}: an exchange of rows between ranks, which needs mesh="
-    assert str(raised.value) == text
+def test_unknown_names(call: Callable[..., Any]) -> None:
+    texts: list[tuple[dict[str, Any], str]] = []
+    for name in ("abacus", "", 3, ["sdpa"], "../manual"):
+        texts.append(({"backend": name}, f"backend must be None or one of {', '.join(BUILT_IN)}, got {name!r}"))
+    for name in ("random", "", 3, ["natural"]):
+        texts.append(({"order": name}, f"{KNOWN}, got {name!r}"))
+    for name in EXCHANGES:
+        text = f"{KNOWN}, got {name!r}: an exchange of rows between ranks, which needs mesh="
+        texts += [({"order": name, "backend": backend}, text) for backend in (None, "manual", "native")]
+    for given, text in texts:
+        with pytest.raises(InvalidInput) as raised:
+            call(*qkv(), **given)
+        assert str(raised.value) == text
 
 
 def test_no_backend() -> None:

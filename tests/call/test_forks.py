@@ -18,6 +18,7 @@ import pytest
 from attn_dispatch import recording
 from attn_dispatch.backends import sdpa_mask
 from attn_dispatch.compat import sdpa
+from attn_dispatch.decisions import decide
 from attn_dispatch.ring import link
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import files
@@ -65,8 +66,9 @@ def replace_sdpa() -> None:
         (sdpa_mask._biases._lock, sdpa_mask._biases.cache_clear),
         (sdpa._changing, replace_sdpa),
         (link._lock, link.forget),
+        (decide.lock, lambda: decide.lock.acquire(timeout=5)),
     ],
-    ids=["kept tables", "replacing_sdpa", "link"],
+    ids=["kept tables", "replacing_sdpa", "link", "decisions"],
 )
 def test_a_child_takes_a_lock_that_another_thread_held(lock: Any, function: Callable[[], object]) -> None:
     assert ends_in_a_child(lock, function)

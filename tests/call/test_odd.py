@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
+import sys
 import threading
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,24 +15,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, explain, profile, register
+from attn_dispatch import Window, attend, explain, register
+from attn_dispatch.calls import packing, routes
+from attn_dispatch.decisions import call as calls
 from attn_dispatch.decisions import decide as decisions
 from attn_dispatch.decisions import trial_limits
 from attn_dispatch.decisions.call import observing
-from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.spec.pattern import Dense, Dilated
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning.hard_cases import hard_cases
-from tests.support import planted, processes
+from tests.support import planted
 from tests.support.calls import close, counted, forget, formula, qkv, status
-from tests.support.pairwise import crossed, thinned
+from tests.support.pairwise import thinned
 from tests.support.planted import Planted
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -111,11 +112,6 @@ def test_zero_and_infinite_budgets(budget: str, monkeypatch: pytest.MonkeyPatch)
     assert counted(loaded=1)
 
 
-def test_invalid_problems() -> None:
-    with pytest.raises(InvalidInput, match="problems must be Problems"):
-        profile(["dense"], progress=False)  # type: ignore[list-item]
-
-
 # --- temporary statuses -----------------------------------------------------------------------------------------------
 
 
@@ -146,62 +142,7 @@ def test_a_candidate_released_from_quarantine_is_measured_again(fault: planted.F
     assert planted_row().status in ("chosen", "slower", "tie")
 
 
-# --- late crashes -----------------------------------------------------------------------------------------------------
-
-LATE = """
-import os, sys, torch
-from attn_dispatch import attend, explain, register
-from tests.support.planted import Planted
-torch.set_num_threads(1)
-class Late(Planted):
-    seen = 0
-    def run(self, q, k, v, problem, **tensors):
-        Late.seen += q.shape[1] == 48
-        if Late.seen > 1:
-            os.abort()
-        return super().run(q, k, v, problem, **tensors)
-    def prepare(self):
-        if {prepare}:
-            os.abort()
-register(Late())
-q = torch.randn(1, 48, 2, 8)
-attend(q, q, q)
-rows = explain(q, q, q).candidates
-print(*(row.backend for row in rows if row.status == "quarantined"))
-"""
-
-
-@pytest.mark.full
-@thinned("prepare", [True, False], 2, ["prepare", "race"])
-def test_a_crash_in_the_race_or_before_it(prepare: bool) -> None:
-    """Only the backend that ran is quarantined."""
-    for _ in range(2):
-        assert processes.run(LATE.format(prepare=prepare)).returncode < 0
-    second = processes.run(LATE.format(prepare=prepare))
-    assert (second.returncode, second.stdout.strip()) == (0, "planted"), second.stderr
-
-
 # --- forks, threads, torch.func ---------------------------------------------------------------------------------------
-
-
-def test_after_a_fork_while_another_thread_decides() -> None:
-    """The thread does not exist in the child, which must not wait for its lock."""
-    taken, over = threading.Event(), threading.Event()
-
-    def decide() -> None:
-        with decisions.lock:
-            taken.set()
-            over.wait(60)
-
-    thread = threading.Thread(target=decide)
-    thread.start()
-    taken.wait(60)
-    child = os.fork()
-    if not child:
-        os._exit(0 if decisions.lock.acquire(timeout=5) else 1)
-    over.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_inside_torch_func_nothing_is_measured() -> None:
@@ -247,27 +188,6 @@ def test_memory_limits_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status(explain(*qkv()), "planted") == "quarantined"
 
 
-# --- the gate is not too strict ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-@crossed(
-    lambda backend, dtype, head_dim: {"backend": backend},
-    backend=("sdpa", "sdpa_mask", "native", "manual"),
-    dtype=(torch.float32, torch.float64, torch.bfloat16),
-    head_dim=(72, 128, 255),
-)
-def test_right_backends_pass_the_hard_cases(backend: str, dtype: torch.dtype, head_dim: int) -> None:
-    loaded = registry.load(backend)
-    for pattern in (Dense(is_causal=True), Dilated((64, 128), (1, 2))):
-        for heads in (1, 2):
-            problem = problem_of((1, 256, heads, head_dim), pattern, dtype, CPU, backward=True)
-            if loaded.refusals(problem):
-                continue
-            for case in hard_cases(problem):
-                assert case.refused_by(loaded) or case.check(case.run(loaded)).failures == ()
-
-
 def test_a_stored_decision_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread measures a new problem meanwhile."""
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
@@ -292,28 +212,6 @@ def test_a_stored_decision_waits_for_no_trial(monkeypatch: pytest.MonkeyPatch) -
         go_on.set()
         thread.join()
     assert counted(loaded=1, measured=1, forced=1)
-
-
-def test_threads_with_the_same_new_problem_measure_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
-    threads = [threading.Thread(target=attend, args=qkv(24)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert counted(measured=1)
-
-
-def test_only_the_latest_decisions_are_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
-    monkeypatch.setattr(decisions, "WHOLE_DECISIONS", 2)
-    for length in (16, 24, 32, 40):
-        attend(*qkv(length), backend=None)
-    kept = [len(each.candidates) > 0 for each in decisions._decided.values()]
-    assert kept == [False, False, True, True]
-    found = explain(*qkv(16))
-    assert found.source == "measured" or found.source == "learned"
-    assert any(row.status == "chosen" and row.backend == found.choice for row in found.candidates)
 
 
 def test_a_call_that_was_decided_before_an_observer_began_is_observed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,3 +258,44 @@ def test_a_thread_learns_from_a_trial_that_it_waited_for(monkeypatch: pytest.Mon
     attend(*qkv(65))
     first.join()
     assert counted(measured=1, learned=1)
+
+
+# --- ever new lengths -------------------------------------------------------------------------------------------------
+
+LIMITS = {"MAX_ROUTES", "MAX_CALLS", "MAX_DECISIONS", "MAX_ON_TRIAL"}
+
+
+def sizes() -> dict[str, int]:
+    """The entries of every table at the top of a module, and of every cache that has no limit of its own."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        for what, value in list(vars(module).items()) if name.startswith("attn_dispatch.") else ():
+            if isinstance(value, dict | set | list | deque):
+                found[f"{name}.{what}"] = len(value)
+            elif getattr(value, "cache_info", None) and value.cache_info().maxsize is None:
+                found[f"{name}.{what}"] = value.cache_info().currsize
+    return found
+
+
+@pytest.mark.parametrize("mode", ["off", "predict", "online", "tune"])
+def test_no_table_grows_with_the_lengths_that_were_called(
+    mode: str, set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_mode(mode)
+    monkeypatch.setenv("ATTN_DISPATCH_TRIAL_SECONDS", "0")
+    for module in (routes, calls, packing, decisions):
+        for name in vars(module).keys() & LIMITS:
+            monkeypatch.setattr(module, name, 12)
+
+    def run(lengths: range) -> None:
+        for length in lengths:
+            x, keys = torch.ones(1, length, 1, 8), torch.ones(1, 100 + length, 1, 8)
+            attend(x, x, x, is_causal=True)
+            attend(x, x, x, Window(2, 0), backend="manual", order="natural")
+            attend(x[:, :1], keys, keys)
+            attend(x, x, x, documents=(torch.arange(length) // 9)[None])
+
+    run(range(20, 40))
+    before = sizes()
+    run(range(40, 70))
+    assert {name: n - before.get(name, 0) for name, n in sizes().items() if n > before.get(name, 0) + 2} == {}

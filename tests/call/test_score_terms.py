@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise, product
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import Dense, attend, explain, register
+from attn_dispatch import Dense, Window, attend, explain, register
 from attn_dispatch.backends import flex, native
-from attn_dispatch.errors import BackendFailed, NoBackend
+from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import refuse_score_terms
+from attn_dispatch.kernels.formula import LARGEST_BIAS
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.tuning.candidates import Request
-from attn_dispatch.tuning.choice import Admitted
-from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.rounds import exhausted
 from tests.support.calls import Plugin, close, status
-from tests.support.pairwise import crossed, parameters, thinned
+from tests.support.pairwise import crossed, thinned
 from tests.support.score_terms import (
     BATCH,
     HEADS,
+    KV_HEADS,
     LENGTH,
     PATTERNS,
     TERMS,
@@ -40,7 +36,6 @@ from tests.support.score_terms import (
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 BACKENDS = ("manual", "sdpa_mask", "native", "flex")
-FLEX_TERMS = ("softcap", "bias and slopes")  #: of flex in every run
 
 
 # --- every backend ----------------------------------------------------------------------------------------------------
@@ -57,48 +52,6 @@ def test_out_lse_and_gradients(pattern: Pattern, name: str, q_len: int) -> None:
     loss, target = (out.sin().sum() + lse[finite].square().sum() for out, lse in (found, exact))
     inputs = inputs_of(given, q, k, v)
     assert agree(torch.autograd.grad(loss, inputs), torch.autograd.grad(target, inputs), 1e-8)
-
-
-def slow(backend: str, _pattern: Pattern, name: str, *_: Any) -> bool:
-    return backend == "flex" and name not in FLEX_TERMS
-
-
-ADMITTED = ("backend", "pattern", "name", "dtype", "backward")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Of flex's slow cases those in float32.
-ROWS = [
-    row for row in product(BACKENDS, PATTERNS, TERMS, DTYPES, (False, True)) if not slow(*row) or row[3] == DTYPES[0]
-]
-
-
-def pairs(backend: str, pattern: Pattern, name: str, dtype: torch.dtype, backward: bool) -> dict[str, Any]:
-    return {"backend": backend, "name": name, "backward": backward}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(ADMITTED, parameters(ROWS, pairs, too_slow=slow))
-def test_the_gate_admits_every_backend_that_accepts(
-    backend: str, pattern: Pattern, name: str, dtype: torch.dtype, backward: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gate compares with float64 within its derived tolerance, in hard cases with biases of -inf and NaN too."""
-    monkeypatch.setattr(flex, "compiling", False)
-    q, k, v = (x.requires_grad_(backward) for x in (y.detach() for y in tensors(dtype)))
-    given = terms(name, dtype)
-    if "bias" in given:
-        given["bias"] = given["bias"].detach().requires_grad_(backward and backend in ("manual", "native"))
-    request = Request.of(Problem.of(q, k, v, pattern, return_lse=True, **given))
-    able = [each for each in request.candidates_with(0) if each.name == backend and each.row is None]
-    if refuse_score_terms(registry.load(backend), request.problem) or registry.load(backend).refusals(request.problem):
-        assert able == []
-        return
-    assert able
-    for candidate in able:  # in each token order
-        gate = Gate(request.problem, request.address, make(request.problem))
-        found = gate.admit(candidate)
-        assert isinstance(found, Admitted), found
-        rejected = exhausted(gate.check_hard_cases(candidate))
-        # Without its compiler, which no trial does without, PyTorch's flex_attention has no right gradients there.
-        assert rejected is None or (backend == "flex" and "hugely negative rows" in rejected.reason), rejected
 
 
 def test_who_computes_what() -> None:
@@ -140,75 +93,6 @@ def test_a_plugin_that_does_not_declare_them_is_not_asked() -> None:
 
 
 # --- with everything else ---------------------------------------------------------------------------------------------
-
-
-@thinned("name", TERMS, 3)
-def test_masks_layouts_and_values_of_another_width(name: str) -> None:
-    q, k, v = tensors()
-    given = terms(name)
-    seen = torch.arange(LENGTH)[None] % torch.tensor([[3], [5]]) > 0
-    lens = torch.tensor([30, 36])
-    both = seen & (torch.arange(LENGTH) < lens[:, None])
-    by_head: Any = [x.transpose(1, 2) for x in (q, k, v[..., :5])]
-    out, lse = attend(
-        *by_head, layout="bhnd", key_mask=seen, seq_lens=lens,
-        return_lse=True, **given,
-    )  # fmt: skip
-    exact, exact_lse = expected(q, k, v[..., :5], Dense(), seen=both, **given)
-    for row, length in enumerate(lens.tolist()):
-        assert agree(
-            (out[row, :, :length], lse[row, :, :length]),
-            (exact[row, :length].transpose(0, 1), exact_lse[row, :, :length]),
-        )
-        assert not out[row, :, length:].any()
-        assert (lse[row, :, length:] == -math.inf).all()
-
-
-@pytest.mark.full
-@thinned(("name", "rows"), product(TERMS, ("rows that differ", "equal rows")), 3)
-def test_documents(name: str, rows: str) -> None:
-    q, k, v = tensors()
-    given = terms(name)
-    cuts = [[0, 7, 14, 36], [0, 7, 14, 36] if rows == "equal rows" else [0, 20, 36]]
-    ids = torch.stack([torch.bucketize(torch.arange(LENGTH), torch.tensor(row[1:]), right=True) for row in cuts])
-    found = attend(q, k, v, is_causal=True, documents=ids, return_lse=True, **given)
-    outs, lses = [], []
-    for row, starts in enumerate(cuts):
-        parts = []
-        for start, end in pairwise(starts):
-            place, own = slice(start, end), dict(given)
-            if "bias" in given:
-                bias = given["bias"]
-                own["bias"] = bias[min(row, len(bias) - 1)][None][:, :, place, place]
-            if "alibi_slopes" in given and given["alibi_slopes"].ndim == 2:
-                own["alibi_slopes"] = given["alibi_slopes"][row]
-            one, keys, values = (x[row : row + 1, place] for x in (q, k, v))
-            parts.append(expected(one, keys, values, Dense(is_causal=True), **own))
-        outs.append(torch.cat([out for out, _ in parts], 1))
-        lses.append(torch.cat([lse for _, lse in parts], 2))
-    exact = torch.cat(outs), torch.cat(lses)
-    assert agree(found, exact)
-    inputs = inputs_of(given, q, k, v)
-    loss, target = found[0].square().sum(), exact[0].square().sum()
-    assert agree(torch.autograd.grad(loss, inputs), torch.autograd.grad(target, inputs), 1e-8)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_bias_hides_never_matters(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "compiling", False)
-    q, k, v = (x.detach() for x in tensors(torch.float32))
-    bias = torch.zeros(1, HEADS, LENGTH, LENGTH)
-    bias[..., 20:] = -math.inf
-    exact = attend(q[:, :20], k[:, :20], v[:, :20], backend="manual")
-    for x in (k, v):
-        x[:, 20:] = torch.tensor([math.nan, math.inf, -math.inf, math.nan] * 4)[:, None, None]
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = attend(q, k, v, bias=bias, backend=backend)
-    assert close(out[:, :20], exact.double())
-    for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
-        assert grad.isfinite().all()
-        assert backend == "manual" or grad[:, 20:].any() == (grad.shape[2] == HEADS)
 
 
 @pytest.mark.full
@@ -262,6 +146,61 @@ def test_autocast_leaves_the_terms_as_they_are(name: str) -> None:
     assert ((out.double() - exact).abs() <= torch.finfo(out.dtype).eps * exact.abs().max()).all()
 
 
+# --- what hides keys together, and the largest biases -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("by", ["causal", "seq_lens", "key_mask"])
+def test_what_a_bias_hides_together_with_others(backend: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last key is seen by the last query alone, from which the bias hides it."""
+    monkeypatch.setattr(flex, "compiling", False)
+    q, k, v = (x.detach() for x in tensors(torch.float32))
+    bias = torch.zeros(1, 1, LENGTH, LENGTH)
+    more: dict[str, Any] = {"is_causal": True}
+    if by == "seq_lens":
+        more = {"seq_lens": torch.tensor([20, 20])}
+    elif by == "key_mask":
+        more = {"key_mask": torch.ones(BATCH, LENGTH, dtype=torch.bool), "pattern": Window(LENGTH, 0)}
+    last = 19 if by == "seq_lens" else LENGTH - 1
+    bias[..., : last + 1, last] = -math.inf
+    exact = attend(q, k, v, bias=bias, backend="manual", **more)
+    for x in (k, v):
+        x[:, last] = math.nan
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = attend(q, k, v, bias=bias, backend=backend, **more)
+    assert close(out, exact.double())
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_biases_of_the_largest_numbers(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """finfo.min hides keys beside others, and a row of it alone is a mean. NaN in hidden entries does not matter."""
+    monkeypatch.setattr(flex, "compiling", False)
+    q, k, v = (x.detach() for x in tensors(torch.float32))
+    bias = torch.zeros(1, 1, LENGTH, LENGTH, dtype=dtype)
+    bias[..., :5] = torch.finfo(dtype).min
+    bias[..., 7, :] = torch.finfo(dtype).min
+    bias[..., 30:] = math.nan
+    seen = (torch.arange(LENGTH) < 30).expand(BATCH, -1)
+    out = attend(q, k, v, bias=bias, key_mask=seen, backend=backend)
+    plain = attend(q, k[:, 5:30], v[:, 5:30], backend="manual")
+    others = torch.arange(LENGTH) != 7
+    assert close(out[:, others], plain[:, others].double())
+    mean = v[:, :30].mean(1).repeat_interleave(HEADS // KV_HEADS, 1)
+    assert close(out[:, 7], mean.double())
+
+
+@pytest.mark.parametrize("backend", ["manual", "sdpa_mask", "native"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_lse_of_the_largest_biases(backend: str, kind: torch.dtype) -> None:
+    q, k, v = (x.detach() for x in tensors(kind))
+    bias = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min)
+    _, lse = attend(q, k, v, bias=bias, backend=backend, return_lse=True)
+    assert close(lse / LARGEST_BIAS, torch.full_like(lse, -1.0).double())
+
+
 # --- in graphs --------------------------------------------------------------------------------------------------------
 
 
@@ -310,3 +249,30 @@ def test_vmap_and_grad(mapped: str) -> None:
         out, _ = expected(own[0], own[1], own[2], Dense(), bias=own_bias, alibi_slopes=own_slopes)
         exact = torch.autograd.grad(out.square().sum(), [*own, own_bias])
         assert agree([x[number] for x in found], exact, 1e-8)
+
+
+def test_a_mapped_bias_with_autograd_outside() -> None:
+    q, k, v = (torch.stack([x.detach()] * 3) for x in tensors())
+    bias = torch.randn(3, 1, 1, LENGTH, LENGTH, dtype=torch.float64, requires_grad=True)
+    q.requires_grad_()
+
+    def call(lse: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        return attend(q, k, v, bias=bias, return_lse=lse)
+
+    for lse in (False, True):
+        found = torch.vmap(partial(call, lse))(q, k, v, bias)
+        out = found[0] if lse else found
+        grads = torch.autograd.grad(out.square().sum(), (q, bias))
+        exact, _ = expected(q[0], k[0], v[0], Dense(), bias=bias[0])
+        wanted = torch.autograd.grad(exact.square().sum(), (q, bias))
+        assert agree([x[0] for x in grads], [x[0] for x in wanted])
+
+
+def test_slopes_get_no_gradient_in_graphs_either() -> None:
+    q, k, v = (x.detach() for x in tensors())
+    slopes = torch.rand(HEADS, dtype=torch.float64, requires_grad=True)
+    for call in (attend, torch.compile(attend, backend="eager")):
+        with pytest.raises(InvalidInput, match="alibi_slopes get no gradient"):
+            call(q, k, v, alibi_slopes=slopes)
+    with pytest.raises(InvalidInput, match="alibi_slopes get no gradient"):
+        torch.func.grad(lambda x: attend(q, k, v, alibi_slopes=x).sum())(slopes.detach())

@@ -120,12 +120,6 @@ def test_others_raise(backend: str, pattern: Pattern, loss: str) -> None:
                 second(run, loss, wanting(), of)
 
 
-def test_half_precision_raises() -> None:
-    for backend in ("sdpa_float32", "native", "sdpa"):
-        with pytest.raises(BackendFailed, match=REFUSAL):
-            second(runs(Dense(), backend=backend), "linear", wanting(torch.bfloat16), 0)
-
-
 @pytest.mark.parametrize("backend", ["sdpa", "native", "manual"])
 def test_one_input_that_wants_gradients(backend: str) -> None:
     """What a gradient penalty is about, with a loss beside it from which a gradient comes anyway."""
@@ -143,15 +137,6 @@ def test_one_input_that_wants_gradients(backend: str) -> None:
     else:
         with pytest.raises(BackendFailed, match=REFUSAL):
             total(run)
-
-
-@pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.parametrize("backend", [*BACKENDS, "manual"])
-def test_a_graph_alone_changes_no_gradient(backend: str) -> None:
-    run = runs(Dense(), backend=backend)
-    found, expected = (first(run, "both", wanting(), create_graph) for create_graph in (True, False))
-    assert all(map(torch.equal, found, expected))
-    assert all(x.requires_grad for x in found)
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
@@ -226,20 +211,6 @@ def test_transforms_are_right_or_refused(name: str, backend: str | None, pattern
             stack.enter_context(pytest.raises((BackendFailed, NoBackend), match=text))
         found = TRANSFORMS[name](lambda x: attend(x, k, v, pattern, backend=backend), q)
         assert close(found, TRANSFORMS[name](lambda x: formula(x, k, v, pattern)[0], q).double())
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@thinned("name", ["vmap", "grad", "jvp", "dual", "jacfwd", "hessian vector"], 2)
-def test_transforms_in_compiled_functions(name: str) -> None:
-    q, k, v = qkv()
-
-    def run(x: Tensor) -> Any:
-        return TRANSFORMS[name](lambda y: attend(y, k, v, Window(4, 2)), x)
-
-    compiled: Any = torch.compile(run, backend="aot_eager")
-    assert close(compiled(q), run(q).double())
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -42,20 +41,11 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert lse.dtype == torch.float32
     assert torch.equal(out, expected)
     assert attend(q, k, v).dtype == torch.float32
-
-
-def test_autocast_does_not_change_float64() -> None:
-    q, k, v = qkv(dtype=torch.float64)
-    expected = attend(q, k, v)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attend(q, k, v), expected)
-    assert counted(measured=1)
-
-
-def test_gradients_pass_through_autocast() -> None:
-    q, k, v = qkv()
+    wide: Any = [x.double() for x in (q, k, v)]
+    expected = attend(*wide)
     q.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attend(*wide), expected)
         attend(q, k, v).sum().backward()
     assert q.grad is not None
     assert q.grad.dtype == torch.float32
@@ -245,56 +235,3 @@ def test_inference_mode_then_training() -> None:
         assert close(attend(q, k, v, Window(4, 2)), formula(q, k, v, Window(4, 2))[0])
     for found, exact in zip(gradients(attend, Window(4, 2)), exact_gradients(Window(4, 2)), strict=True):
         assert close(found, exact.double())
-
-
-def test_no_grad_is_another_problem() -> None:
-    q, k, v = qkv()
-    q.requires_grad_()
-    assert attend(q, k, v).requires_grad
-    with torch.no_grad():
-        assert not attend(q, k, v).requires_grad
-    assert counted(measured=2)
-
-
-# --- torch.compile ----------------------------------------------------------------------------------------------------
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inward, self.outward = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.inward(x).unflatten(-1, (2, 3, 8)).unbind(-2)
-        found: Tensor = self.outward(attend(q, k, v, Window(4, 0)).flatten(-2))
-        return found
-
-
-def test_a_compiled_function() -> None:
-    q, k, v = qkv()
-
-    def doubled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = attend(q + q, k, v, segment_lengths=(4, 8), dilation_rates=(1, 2), return_lse=True)
-        found: Tensor = out * 2 + lse.sum()
-        return found
-
-    compiled: Callable[..., Tensor] = torch.compile(doubled, backend="eager")
-    assert torch.equal(compiled(q, k, v), doubled(q, k, v))
-    assert counted(measured=1)
-
-
-# The compiler hides this one by a filter of its own, which is not asked where warnings are errors.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_module_with_gradients() -> None:
-    torch.manual_seed(0)
-    layer = Layer()
-    twin = copy.deepcopy(layer)
-    found = backward(torch.compile(twin, backend="eager"), twin)
-    assert len(found) == 5
-    assert all(torch.equal(one, other) for one, other in zip(found, backward(layer, layer), strict=True))
-
-
-def backward(run: Callable[[Tensor], Tensor], layer: Layer) -> list[Any]:
-    x = qkv()[0].flatten(-2).requires_grad_()
-    torch.autograd.backward(run(x).square().sum())
-    return [x.grad, *(parameter.grad for parameter in layer.parameters())]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
@@ -24,7 +24,7 @@ from attn_dispatch.spec.orders import Reordered, _permutation, same_permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from tests.support.calls import close, counted, formula, qkv
-from tests.support.graphs import OP, Function, attended, exact
+from tests.support.graphs import OP, Called, Function, attended, exact
 from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -32,17 +32,8 @@ pytestmark = pytest.mark.usefixtures("little_time")
 PATTERNS = (Dense(), Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2)), Neighborhood((4, 4), (3, 3)))
 
 
-class Module(nn.Module):
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.function(*tensors)
-
-
 def exported(function: Function, *tensors: Tensor) -> Function:
-    return torch.export.export(Module(function), tensors, strict=False).module()
+    return torch.export.export(Called(function), tensors, strict=False).module()
 
 
 TRACERS: dict[str, Callable[..., Function]] = {
@@ -126,22 +117,6 @@ def test_the_default_device_is_not_that_of_cached_masks(name: str, set_mode: Cal
         found = attend(q, k, v, pattern, backend="manual")
     assert close(found, expected)
     assert close(attend(q, k, v, pattern, backend="manual"), expected)
-
-
-@pytest.mark.full
-@crossed(lambda pattern, tracer: {"tracer": tracer}, pattern=PATTERNS, tracer=tuple(TRACERS))
-def test_gradients_pass_through_a_graph(pattern: Pattern, tracer: str) -> None:
-    """Also through lse; traced with and without gradients."""
-    for wanted in (False, True):
-        inputs = [x.requires_grad_(wanted) for x in qkv()]
-        for return_lse in (False, True):
-            graph = TRACERS[tracer](lambda q, k, v: attend(q, k, v, pattern, return_lse=return_lse), *inputs)  # noqa: B023
-            x = [each.detach().requires_grad_() for each in others()]
-            found, expected = graph(*x), exact(*x, pattern)
-            results = zip(found, expected) if return_lse else [(found, expected[0])]
-            totals = [sum(each.double().square().sum() for each in side) for side in zip(*results)]
-            pairs = zip(*(torch.autograd.grad(total, x) for total in totals))  # pyright: ignore[reportCallIssue, reportArgumentType]
-            assert all(close(one, other.double()) for one, other in pairs)
 
 
 @thinned("tracer", TRACERS, 2)

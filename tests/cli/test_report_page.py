@@ -64,7 +64,7 @@ def page(tab: Page) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def stored() -> list[Decision]:
     first, second, *others = made_up.crossing()
-    return [made_up.drifted(first), made_up.provisional(second), *others, *made_up.orders()]
+    return [first, made_up.provisional(second), *others, *made_up.orders()]
 
 
 @pytest.fixture(scope="module")
@@ -171,14 +171,12 @@ def test_orders_show_the_threshold_and_its_evidence(page: Page, file: Path) -> N
     assert "from 3,000" in page.ask("document.querySelector('#plot-order svg').textContent")
 
 
-def test_losers_quarantines_and_drift(page: Page, file: Path) -> None:
+def test_losers_and_quarantines(page: Page, file: Path) -> None:
     page.open(file)
     assert made_up.REFUSED.reason in page.ask("document.querySelector('#why').innerText")
     quarantine = page.ask("document.querySelector('#strikes').innerText")
     assert "SIGSEGV" in quarantine
     assert "dq is wrong by 0.31" in quarantine
-    page.ask(OPEN_ALL)
-    assert "live calls take 9 ms" in page.ask("document.querySelector('#decided').innerText")
 
 
 def test_themes(page: Page, file: Path) -> None:

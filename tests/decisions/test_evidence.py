@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_dispatch.decisions import evidence
+from attn_dispatch.decisions import look_up
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
@@ -23,11 +23,11 @@ def test_a_decision_made_while_others_are_read_is_evidence(monkeypatch: pytest.M
         found = read(store, *where)  # type: ignore[arg-type]
         for each in made:
             store.put(each)
-            evidence.add(each)
+            look_up.add_evidence(each)
         return found
 
     Store(cache_folder()).put(early)
     monkeypatch.setattr(Store, "group", slowly)
-    known = evidence.group_evidence(SILICON, early.group)
+    known = look_up.group_evidence(SILICON, early.group)
     assert set(known.groups[early.group]) == {early.key, late.key}
-    assert evidence.group_evidence(SILICON, early.group) is known
+    assert look_up.group_evidence(SILICON, early.group) is known

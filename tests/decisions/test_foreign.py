@@ -11,8 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from attn_dispatch import attend, cli, explain, process_state, profile
-from attn_dispatch.kernels import registry
+from attn_dispatch import attend, cli, explain, profile
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.shapes import problem_of
@@ -20,19 +19,19 @@ from attn_dispatch.store import folder
 from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.decision import Decision, Row, encode
 from attn_dispatch.store.folder import Store
-from tests.decisions.test_stale import Installed, row
 from tests.support.calls import counted, later, qkv
 from tests.support.ordered import stored
 from tests.support.planted import wrong_out
+from tests.support.timed import Machine, row
 
 
 @pytest.fixture
-def installed(little_time: None, monkeypatch: pytest.MonkeyPatch) -> Installed:
+def installed(little_time: None, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Three backends, "a" the static choice; nothing is stored."""
-    return Installed(monkeypatch)
+    return Machine(monkeypatch, a=4, b=6, c=7)
 
 
-def elsewhere(installed: Installed, choice: str, length: int = 16, **times_ms: float) -> Decision:
+def elsewhere(installed: Machine, choice: str, length: int = 16, **times_ms: float) -> Decision:
     """What a machine of this silicon decided where these were its times; nothing of it is left here."""
     here = {name: backend.takes_s for name, backend in installed.by_name.items()}
     for name, ms in times_ms.items():
@@ -44,17 +43,8 @@ def elsewhere(installed: Installed, choice: str, length: int = 16, **times_ms: f
         installed.by_name[name].takes_s = seconds
     Store(cache_folder()).path(*found.address).unlink()
     (cache_folder() / "passed" / f"{found.silicon}.txt").unlink()
-    restart(installed)
+    installed.restart(knows_nothing=True)
     return found
-
-
-def restart(installed: Installed) -> None:
-    """As a new process, which has passed no hard cases."""
-    process_state.forget_all()
-    registry._added.update(installed.by_name)
-    for backend in installed.by_name.values():
-        backend.calls = 0
-        backend.seen.clear()
 
 
 def give(decision: Decision, tmp_path: Path) -> None:
@@ -70,7 +60,7 @@ def ship(decision: Decision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_that_holds_is_used_after_a_few_calls(
-    installed: Installed, tmp_path: Path, warnings: Callable[[], list[str]]
+    installed: Machine, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
@@ -85,12 +75,12 @@ def test_one_that_holds_is_used_after_a_few_calls(
     assert warnings() == []
 
 
-def test_no_later_process_checks_again(installed: Installed, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_later_process_checks_again(installed: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
     give(given, tmp_path)
     attend(*qkv())
-    restart(installed)
+    installed.restart(knows_nothing=True)
     caplog.set_level(logging.INFO, "attn_dispatch")
     attend(*qkv())
     assert counted(imported=1)
@@ -102,7 +92,7 @@ def test_no_later_process_checks_again(installed: Installed, tmp_path: Path, cap
 @pytest.mark.parametrize("how", ["imported", "shipped"])
 def test_a_slower_one_is_measured_instead(
     how: str,
-    installed: Installed,
+    installed: Machine,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     warnings: Callable[[], list[str]],
@@ -117,13 +107,13 @@ def test_a_slower_one_is_measured_instead(
     assert explain(*qkv()).choice == "a"
     assert (stored().choice, stored().origin, row("c").origin) == ("a", "", "")
     assert any("not believed" in text and "1.75 times the time of a here" in text for text in warnings())
-    restart(installed)
+    installed.restart(knows_nothing=True)
     attend(*qkv())
     assert counted(loaded=1)
     assert installed.called() == set()
 
 
-def test_within_a_tenth_it_is_believed(installed: Installed, tmp_path: Path) -> None:
+def test_within_a_tenth_it_is_believed(installed: Machine, tmp_path: Path) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 4.3)
     give(given, tmp_path)
@@ -132,7 +122,7 @@ def test_within_a_tenth_it_is_believed(installed: Installed, tmp_path: Path) -> 
 
 
 def test_a_slow_first_call_is_not_what_counts(
-    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 4)
@@ -149,7 +139,7 @@ def test_a_slow_first_call_is_not_what_counts(
     assert backend.calls > 2
 
 
-def test_the_static_choice_runs_the_hard_cases_alone(installed: Installed, tmp_path: Path) -> None:
+def test_the_static_choice_runs_the_hard_cases_alone(installed: Machine, tmp_path: Path) -> None:
     give(elsewhere(installed, "a"), tmp_path)
     attend(*qkv())
     assert counted(imported=1)
@@ -157,7 +147,7 @@ def test_the_static_choice_runs_the_hard_cases_alone(installed: Installed, tmp_p
     assert sum(problem.q_len == 16 for problem in installed.by_name["a"].seen) <= 1
 
 
-def test_wrong_results_are_found(installed: Installed, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+def test_wrong_results_are_found(installed: Machine, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
     installed.by_name["b"].compute = wrong_out
@@ -168,14 +158,14 @@ def test_wrong_results_are_found(installed: Installed, tmp_path: Path, warnings:
     assert any("not believed" in text for text in warnings())
 
 
-def test_a_shipped_one_that_holds(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shipped_one_that_holds(installed: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
     ship(given, tmp_path, monkeypatch)
     assert "shipped, not yet checked here" in str(explain(*qkv()))
     attend(*qkv())
     assert counted(shipped=1)
-    restart(installed)
+    installed.restart(knows_nothing=True)
     folder.shipped.cache_clear()
     attend(*qkv())
     assert counted(shipped=1)
@@ -184,7 +174,7 @@ def test_a_shipped_one_that_holds(installed: Installed, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("mode", ["locked", "predict"])
 def test_modes_that_never_time_use_it_as_it_is(
-    mode: str, installed: Installed, tmp_path: Path, set_mode: Callable[[str], None]
+    mode: str, installed: Machine, tmp_path: Path, set_mode: Callable[[str], None]
 ) -> None:
     give(elsewhere(installed, "c", c=1), tmp_path)
     set_mode(mode)
@@ -195,7 +185,7 @@ def test_modes_that_never_time_use_it_as_it_is(
     assert installed.called() == set()
 
 
-def test_no_time_for_a_check(installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_time_for_a_check(installed: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could not be checked is not used."""
     give(elsewhere(installed, "c", c=1), tmp_path)
     monkeypatch.setenv("ATTN_DISPATCH_TRIAL_SECONDS", "0")
@@ -209,25 +199,25 @@ def outdated(decision: Decision) -> Decision:
     return msgspec.structs.replace(decision, candidates=rows)
 
 
-def test_versions_that_another_machine_measured_with(installed: Installed, tmp_path: Path) -> None:
+def test_versions_that_another_machine_measured_with(installed: Machine, tmp_path: Path) -> None:
     """They say which compiler it had, too. What a later version here does is checked again."""
     given = outdated(elsewhere(installed, "b", b=1))
     installed.add("b", 1)
     give(given, tmp_path)
     attend(*qkv())
     assert counted(imported=1)
-    restart(installed)
+    installed.restart(knows_nothing=True)
     attend(*qkv())
     assert counted(imported=1)
     assert installed.called() == set()
-    restart(installed)
+    installed.restart(knows_nothing=True)
     installed.add("b", 9, "2")
     attend(*qkv())
     assert counted(measured=1)
     assert explain(*qkv()).choice == "a"
 
 
-def test_what_failed_on_another_machine_is_not_tried_first(installed: Installed, tmp_path: Path) -> None:
+def test_what_failed_on_another_machine_is_not_tried_first(installed: Machine, tmp_path: Path) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
     rows = [
@@ -243,19 +233,19 @@ def test_what_failed_on_another_machine_is_not_tried_first(installed: Installed,
 
 
 def test_predictions_do_not_rest_on_what_is_unconfirmed(
-    installed: Installed, tmp_path: Path, set_mode: Callable[[str], None]
+    installed: Machine, tmp_path: Path, set_mode: Callable[[str], None]
 ) -> None:
     """A forged length must not decide its neighbours."""
     give(elsewhere(installed, "c", c=1), tmp_path)
     attend(*qkv(17))
     assert counted(measured=1)
     assert explain(*qkv(17)).choice == "a"
-    restart(installed)
+    installed.restart(knows_nothing=True)
     set_mode("predict")
     assert explain(*qkv(18)).source == "learned"
 
 
-def test_predictions_rest_on_what_is_confirmed(installed: Installed, tmp_path: Path) -> None:
+def test_predictions_rest_on_what_is_confirmed(installed: Machine, tmp_path: Path) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
     give(given, tmp_path)
@@ -266,17 +256,17 @@ def test_predictions_rest_on_what_is_confirmed(installed: Installed, tmp_path: P
     assert explain(*qkv(17)).choice == "b"
 
 
-def test_what_is_refuted_is_measured_though_its_neighbours_are_known(installed: Installed, tmp_path: Path) -> None:
+def test_what_is_refuted_is_measured_though_its_neighbours_are_known(installed: Machine, tmp_path: Path) -> None:
     """A prediction would not be stored, and every process would check again."""
     given = elsewhere(installed, "c", c=1)
     attend(*qkv(17))
     give(given, tmp_path)
-    restart(installed)
+    installed.restart(knows_nothing=True)
     attend(*qkv())
     assert counted(measured=1)
 
 
-def test_own_measurements_stay(installed: Installed, tmp_path: Path) -> None:
+def test_own_measurements_stay(installed: Machine, tmp_path: Path) -> None:
     given = elsewhere(installed, "c", c=1)
     attend(*qkv())
     own = encode(stored())
@@ -286,21 +276,21 @@ def test_own_measurements_stay(installed: Installed, tmp_path: Path) -> None:
 
 
 def test_a_candidate_that_only_others_measured_is_measured(
-    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row of another machine in one's own decision keeps no candidate from its trial."""
     attend(*qkv())
     row_of_d = Row(backend="d", order="natural", status="slower", version="1", median_ms=99.0, measured=later())
     give(msgspec.structs.replace(stored(), candidates=(*stored().candidates, row_of_d)), tmp_path)
     assert (stored().origin, row("d").origin) == ("", "imported")
-    restart(installed)
+    installed.restart(knows_nothing=True)
     installed.add("d", 1)
     attend(*qkv())
     assert counted(measured=1)
     assert explain(*qkv()).choice == "d"
 
 
-def test_profile_measures_it(installed: Installed, tmp_path: Path) -> None:
+def test_profile_measures_it(installed: Machine, tmp_path: Path) -> None:
     give(elsewhere(installed, "c", c=1), tmp_path)
     (found,) = profile(
         [problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"))], budget_s=3.0, progress=False

@@ -11,13 +11,11 @@ import pytest
 
 from attn_dispatch import attend, explain, profile
 from attn_dispatch.cli import main
-from attn_dispatch.decisions import look_up, trial_limits
-from attn_dispatch.kernels import registry
+from attn_dispatch.decisions import look_up
 from attn_dispatch.machine import load
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
-from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning import gate
 from tests.support.calls import counted, forget, forget_all, qkv
@@ -67,78 +65,6 @@ def test_profile_measures_a_provisional_decision_again(busy: Callable[[bool], No
     assert found.source == "measured"
     assert found.provisional != DISTURBED
     assert counted(measured=1)
-
-
-@pytest.mark.parametrize(("still_busy", "trials", "provisional"), [(False, 2, ""), (True, 1, DISTURBED)])
-def test_profile_measures_once_more_what_was_disturbed_for_a_moment(
-    still_busy: bool,
-    trials: int,
-    provisional: str,
-    busy: Callable[[bool], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(registry, "names", lambda: ("sdpa", "manual"))  # far apart, so that races end soon
-    busy(True)
-    measured: list[float | None] = []
-    measure = trial_limits.measure
-
-    def noted(request: Any, share_s: float | None, **options: Any) -> Decision | None:
-        decision = measure(request, share_s, **options)
-        measured.append(share_s)
-        busy(still_busy)
-        return decision
-
-    monkeypatch.setattr(trial_limits, "measure", noted)
-    (found,) = profile([Problem.of(*qkv())], budget_s=60.0, progress=False)
-    assert len(measured) == trials
-    assert (found.provisional, stored().provisional) == (provisional, provisional)
-    assert counted(measured=trials)
-    assert len(set(measured)) == 1, "the second has the same budget"
-    assert stored().budget_ms == pytest.approx(60e3, rel=0.01)
-
-
-@pytest.mark.full
-def test_an_interruption_of_the_second_trial_loses_nothing(
-    busy: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    busy(True)
-    measure, trials = trial_limits.measure, list[Any]()
-
-    def interrupted(*arguments: Any, **options: Any) -> Decision | None:
-        trials.append(options)
-        if len(trials) > 1:
-            raise KeyboardInterrupt
-        decision = measure(*arguments, **options)
-        busy(False)
-        return decision
-
-    monkeypatch.setattr(trial_limits, "measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        profile([Problem.of(*qkv())], budget_s=60.0, progress=False)
-    assert stored().provisional == DISTURBED
-    assert explain(*qkv()).choice == stored().choice
-
-
-@pytest.mark.full
-def test_the_second_trial_measures_what_the_first_one_did(
-    busy: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile([Problem.of(*qkv())], budget_s=60.0, progress=False)
-    rows = [msgspec.structs.replace(row, version="0") if row.backend == "tiles" else row for row in stored().candidates]
-    replace_stored(candidates=tuple(rows), environment="another")
-    forget_all()
-    busy(True)
-    measure, changed = trial_limits.measure, list[Any]()
-
-    def noted(*arguments: Any, **options: Any) -> Decision | None:
-        changed.append(options["changed"])
-        decision = measure(*arguments, **options)
-        busy(False)
-        return decision
-
-    monkeypatch.setattr(trial_limits, "measure", noted)
-    profile([Problem.of(*qkv())], budget_s=60.0, progress=False)
-    assert changed == [(("tiles", "natural"),)] * 2
 
 
 @pytest.mark.parametrize(

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from attn_dispatch.decisions.trial_limits import RateLimit
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.virtual_clock import VirtualClock
 
 
 def test_trials_count_for_a_minute() -> None:
-    clock = Clock()
-    rate_limit = RateLimit(clock)
-    assert rate_limit.allows(10.0)
-    rate_limit.add(6.0)
-    clock.now += 20
-    assert rate_limit.allows(10.0)
-    rate_limit.add(5.0)
-    assert not rate_limit.allows(10.0)
-    clock.now += 39.9
-    assert not rate_limit.allows(10.0)
-    clock.now += 0.1
-    assert rate_limit.allows(10.0)
-    assert not rate_limit.allows(5.0)
-
-
-def test_no_time_and_unlimited_time() -> None:
-    rate_limit = RateLimit(Clock())
-    assert not rate_limit.allows(0.0)
-    rate_limit.add(1e9)
-    assert rate_limit.allows(float("inf"))
-    assert not rate_limit.allows(1e9)
-    rate_limit.clear()
-    assert rate_limit.allows(1e9)
+    clock = VirtualClock()
+    limit = RateLimit(clock)
+    assert not limit.allows(0.0)
+    for seconds in (6.0, 5.0):
+        assert limit.allows(10.0)
+        with limit.counting():
+            clock.sleep(seconds)
+    assert not limit.allows(10.0)
+    assert limit.allows(float("inf"))
+    clock.sleep(54.9)
+    assert not limit.allows(10.0)
+    clock.sleep(0.1)
+    assert limit.allows(10.0)
+    assert not limit.allows(5.0)
+    limit.clear()
+    assert limit.allows(1.0)

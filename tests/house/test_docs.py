@@ -243,7 +243,7 @@ def test_every_environment_variable_is_described() -> None:
             r'"(\w+)" (?:not )?in os\.environ',
         ):
             read |= set(re.findall(form, text))
-    assert {"CXX", "WORLD_SIZE", "ATTN_DISPATCH_SENTINEL"} <= read
+    assert {"CXX", "WORLD_SIZE", "ATTN_DISPATCH_OVERHEAD"} <= read
     assert read == MEANING.keys()
 
 

@@ -17,7 +17,7 @@ def test_there_are_some() -> None:
         "EXPECTED_CALLS",
         "TRIAL_SECONDS",
         "TIMEOUT_S",
-        "SENTINEL",
+        "CACHE_MB",
         "OVERHEAD",
     }
 

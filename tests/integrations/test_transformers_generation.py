@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.calls import graph_runs
+from attn_dispatch import dispatch
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     DECODERS,
@@ -111,13 +111,13 @@ def test_a_static_cache_compiled(
     name: str, backend: str, fresh_compiler: None, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fullgraph=True: each step after the prompt runs attend()'s operator in each layer."""
-    runs, computed = [], graph_runs._computed
+    runs, computed = [], dispatch._computed
 
     def noted(call: Any, *args: Any, **more: Any) -> Any:
         runs.append(tuple(call.q.shape))
         return computed(call, *args, **more)
 
-    monkeypatch.setattr(graph_runs, "_computed", noted)
+    monkeypatch.setattr(dispatch, "_computed", noted)
     model = decoder(name)
     options = {"cache_implementation": "static"}
     expected = generated(model, REFERENCE.get(name, "sdpa"), **options)

@@ -12,6 +12,7 @@ from attn_dispatch.kernels.flex.mask import Blocks, blocks_of, counts_above_one,
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.testing.cases import CASES, Case
+from tests.support.cases import factors_of
 from tests.support.definition import patterns
 from tests.support.pairwise import crossed
 
@@ -51,7 +52,7 @@ def taken(pattern: Pattern, q_len: int, k_len: int) -> bool:
 
 
 @crossed(
-    lambda case, size: {**case.factors, "size": size},
+    lambda case, size: {**factors_of(case), "size": size},
     case=[case for case in CASES if taken(case.pattern, case.shape[1], case.k_len or case.shape[1])],
     size=(4, 16, 128),
 )
@@ -107,7 +108,7 @@ def test_sparse_patterns_have_few_blocks() -> None:
 
 
 @crossed(
-    lambda case, order: {**case.factors, "order": order},
+    lambda case, order: {**factors_of(case), "order": order},
     case=[case for case in CASES if case.k_len is None],
     order=("hilbert", "residue"),
 )

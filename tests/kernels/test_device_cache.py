@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from attn_dispatch import BackendFailed, Dense, Neighborhood, Window, attend
 from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.device_cache import DeviceCache, kv_head_index
+from attn_dispatch.kernels.device_cache import DeviceCache, capturing, kv_head_index
 from attn_dispatch.kernels.hidden import _unseen
 from attn_dispatch.kernels.tiles.tables import cached_with, tables_of
 from attn_dispatch.spec.problem import Problem
@@ -149,3 +150,21 @@ def test_a_table_whose_making_hangs_blocks_no_other() -> None:
     released.set()
     thread.join(60)
     assert torch.equal(kept(asked), torch.zeros(1))
+
+
+def test_a_capture_on_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], where.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    for captured in (0, 1):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: current[0] == captured)
+        assert capturing(torch.device("cuda", 1))
+    assert not capturing(torch.device("cuda", 2))
+    assert not capturing(torch.device("cpu"))

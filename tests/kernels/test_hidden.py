@@ -19,8 +19,9 @@ from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
-from attn_dispatch.testing.cases import Case, kind_of
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import Example, make
+from tests.support.cases import factors_of, kind_of
 from tests.support.definition import lengths, patterns
 from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import crossed
@@ -129,7 +130,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@crossed(lambda backend, case: {**case.factors, "backend": backend}, backend=BACKENDS, case=MASKED + UNSEEN)
+@crossed(lambda backend, case: {**factors_of(case), "backend": backend}, backend=BACKENDS, case=MASKED + UNSEEN)
 def test_hidden_tokens_never_matter(backend: str, case: Case) -> None:
     check(backend, case, torch.bfloat16 if backend == "sdpa_float32" else torch.float32)
 

@@ -21,7 +21,7 @@ from attn_dispatch.spec.shapes import standard_problems
 from attn_dispatch.store import folder
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.bundle import read_bundle, shareable, write_bundle
-from attn_dispatch.store.decision import Decision, Drift, Row, from_elsewhere
+from attn_dispatch.store.decision import Decision, Row, from_elsewhere
 from attn_dispatch.store.folder import Store
 from tests.support.entries import KEY, OTHER, WHOLE, decision
 from tests.support.fakes import SILICON
@@ -73,7 +73,6 @@ def test_what_is_shared_holds_nothing_personal() -> None:
         (measured(provisional="other programs took the cores"), "provisional"),
         (from_elsewhere(measured(), "imported"), "another machine"),
         (measured(source="shipped"), "another machine"),
-        (measured(drift=Drift(median_ms=1.0, low_ms=1.0, high_ms=1.0, samples=9, seen="2025-01-01")), "drifted"),
         (measured(choice="mine", candidates=(Row(backend="mine", order="natural", status="chosen"),)), "plug-in"),
     ],
 )

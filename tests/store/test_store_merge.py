@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attn_dispatch.store.decision import Decision, Drift, Row, canonical, decode, encode, from_elsewhere, to_plain
+from attn_dispatch.store.decision import Decision, Row, canonical, decode, encode, from_elsewhere, to_plain
 from attn_dispatch.store.merge import merge
 from tests.support.entries import decision
 
@@ -43,13 +43,11 @@ def random_decision(random: Random) -> Decision:
     found = [random_row(random, name) for name in names]
     found[0] = replace(found[0], status="chosen")
     random.shuffle(found)
-    drift = Drift(median_ms=1.0, low_ms=1.0, high_ms=1.0, samples=random.randint(1, 2), seen=random.choice(TIMES))
     return decision(
         choice=names[0],
         candidates=tuple(found),
         created=random.choice(TIMES),
         title=random.choice(["one", "two"]),
-        drift=random.choice([None, drift]),
         preferred=random.choice([None, None, ("b", "natural")]),
         origin=random.choice(["", "", "imported"]),
     )
@@ -62,7 +60,7 @@ def related(seed: int) -> list[Decision]:
     if random.random() < 0.3:
         b = merge(a, b)
     if random.random() < 0.2:
-        c = replace(a, drift=c.drift)
+        c = replace(a, title=c.title)
     if random.random() < 0.2:
         other = {"slower": "tie", "tie": "slower"}
         d = replace(c, candidates=tuple(replace(r, status=other.get(r.status, r.status)) for r in c.candidates))

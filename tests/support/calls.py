@@ -16,11 +16,11 @@ from attn_dispatch import counters, process_state
 from attn_dispatch.backends import manual
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.native import library
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning import gate
+from tests.support.flaws import Planted
 
 BUILT_IN = list(registry.names())
 NO_NUMBERS: tuple[Any, ...] = (-1, math.nan, "1", [], 10**400, 1j, torch.tensor([1, 2]))  #: none >= 0
@@ -105,27 +105,19 @@ def status(explanation: Explanation, backend: str) -> str:
 
 
 @dataclass
-class Plugin:
+class Plugin(Planted):
     """Computes once for each q and v and gives that again: nothing is faster, so that only the gate can keep it out."""
 
-    change: Callable[[Tensor, Tensor], Any] = lambda out, lse: (out, lse)
-    name: str = "planted"
+    compute: Callable[[Tensor, Tensor], Any] = lambda out, lse: (out, lse)
     release_name: str = "1"
-    reasons: list[Refusal] = field(default_factory=list[Refusal])
     known: dict[int, tuple[Tensor, Any, int]] = field(default_factory=dict[int, tuple[Tensor, Any, int]])
 
     def version(self) -> str:
         return self.release_name
 
-    def refusals(self, problem: Problem) -> list[Refusal]:
-        return self.reasons
-
-    def workspace_bytes(self, problem: Problem) -> int:
-        return 0
-
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
         if problem.needs_grad or v.is_inference():  # which has no version
-            return self.change(*manual.run(q, k, v, problem, **tensors))
+            return self.compute(*manual.run(q, k, v, problem, **tensors))
         if id(q) not in self.known or self.known[id(q)][2] != v._version:
-            self.known[id(q)] = q, self.change(*manual.run(q, k, v, problem, **tensors)), v._version
+            self.known[id(q)] = q, self.compute(*manual.run(q, k, v, problem, **tensors)), v._version
         return self.known[id(q)][1]

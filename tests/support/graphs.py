@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from attn_dispatch import attend
 from attn_dispatch.spec.orders import Reordered
@@ -37,3 +38,14 @@ def aot(function: Function, **options: Any) -> Function:
     """Compiled without gaps, with AOTAutograd's graphs of both passes, without a C++ compiler."""
     compiled: Function = compile_(function, fullgraph=True, backend="aot_eager", **options)
     return compiled
+
+
+class Called(nn.Module):
+    """A function of tensors as a module, which torch.export takes."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)

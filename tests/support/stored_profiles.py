@@ -1,4 +1,4 @@
-"""Stores with made-up decisions of every kind that a report shows: crossings, orders, drift, quarantines."""
+"""Stores with made-up decisions of every kind that a report shows: crossings, orders, quarantines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from attn_dispatch.store.decision import Decision, Drift, Row
+from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.store.folder import Store
 from tests.support import made_up as planted
 from tests.support.made_up import Name, Planted
@@ -85,11 +85,6 @@ def _measured(row: Row, best: float, problem: dict[str, Any]) -> Row:
 
 def provisional(decision: Decision) -> Decision:
     return msgspec.structs.replace(decision, provisional="other programs took the cores while it was measured")
-
-
-def drifted(decision: Decision) -> Decision:
-    live = Drift(median_ms=9.0, low_ms=8.5, high_ms=9.5, samples=25, seen="2025-01-02T03:04:05+00:00")
-    return msgspec.structs.replace(decision, drift=live)
 
 
 def many() -> list[Decision]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import Dilated, InvalidInput, Window, attend
+from attn_dispatch import InvalidInput, Window, attend
 from attn_dispatch.testing import oracle
-from tests.support.definition import Spec
 
 GENERATOR = torch.Generator().manual_seed(0)
 CALLS: dict[str, dict[str, Any]] = {
@@ -53,20 +51,6 @@ def test_attend_is_within_the_tolerances(arguments: dict[str, Any], dtype: torch
             same = found[name].double() == each.value  # -inf
             error = torch.where(same, 0.0, (found[name].double() - each.value).abs()).max()
             assert float(error) <= (1e-9 if wide else each.tolerance), name
-
-
-def test_the_definition_itself() -> None:
-    """A softmax written out, of keys counted one by one."""
-    q, k, v = tensors(torch.float64)
-    arguments = {"segment_lengths": (8, 16), "dilation_rates": (1, 2), "is_causal": True}
-    spec = Spec("Dilated", {**arguments, "offsets": "mod", "heads": "all"}, 24, 24, 4)
-    found = oracle(q, k, v, Dilated((8, 16), (1, 2), is_causal=True))
-    counts = spec.multiplicity()
-    for b, h, i in ((0, 0, 0), (1, 3, 23), (0, 2, 13), (1, 1, 8)):
-        weights = [counts[h][i][j] * math.exp(float(q[b, i, h] @ k[b, j, h // 2]) / math.sqrt(8)) for j in range(24)]
-        out = sum(w * v[b, j, h // 2] for j, w in enumerate(weights)) / sum(weights)
-        assert torch.allclose(found["out"].value[b, i, h], torch.as_tensor(out), rtol=1e-12)
-        assert abs(float(found["lse"].value[b, h, i]) - math.log(sum(weights))) < 1e-12
 
 
 def test_a_bias_that_is_trained() -> None:

@@ -11,7 +11,6 @@ NUMBERS = {value.variable: value for value in vars(settings).values() if isinsta
 OTHERS = {
     "ATTN_DISPATCH_MODE": (settings.MODES[0], ", ".join(settings.MODES)),
     "ATTN_DISPATCH_CACHE_DIR": ("`attn-dispatch` in the user's cache folder, as `~/.cache/attn-dispatch`", "a folder"),
-    "ATTN_DISPATCH_CACHE_MB": (f"{settings.DEFAULT_MB:g}", "a number > 0"),
     "ATTN_DISPATCH_RECORD": ("-", "a file"),
     "CXX": ("g++", "a command"),
     "CUDA_HOME": ("-", "a folder"),
@@ -32,7 +31,6 @@ MEANING = {
     "spread when candidates are compared",
     "ATTN_DISPATCH_TIMEOUT_S": "seconds that a call in a trial may take beyond what was expected before the backend "
     "counts as hung",
-    "ATTN_DISPATCH_SENTINEL": "share of calls that are timed and compared with the stored measurement, see Drift",
     "ATTN_DISPATCH_CACHE_DIR": "where decisions, quarantines and crash markers are stored, with a copy of the code "
     "of `native`",
     "ATTN_DISPATCH_CACHE_MB": "megabytes of decisions; past it, those unused for longest are removed",

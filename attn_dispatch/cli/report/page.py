@@ -129,7 +129,6 @@ def _summary(found: Sequence[Explanation], excluded: int) -> Html:
         (mean, f"SDPA's time / the choice's: geometric mean of the {len(known):,} with several samples of both"),
         (most, "SDPA's time / the choice's at best"),
         (sum(bool(each.provisional) for each in found), "provisional: a later process measures them again"),
-        (sum(each.drift is not None for each in found), "drifted: live calls take another time"),
         (excluded, "quarantines and strikes"),
     ]
     cards = [element("div", element("dt", name), element("dd", str(value))) for value, name in facts]

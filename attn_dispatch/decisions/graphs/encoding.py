@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
 from attn_dispatch.spec.checks import integer, integers
 from attn_dispatch.spec.orders import Reordered
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.problem import Call, choose_pattern
-
-#: The fields of `Encoded` with their types in a graph, in the order that exported programs have them in.
-SCHEMA = {
-    "seq_lens": "Tensor?", "key_mask": "Tensor?", "documents": "Tensor?", "cu_seqlens": "Tensor?",
-    "alibi_slopes": "Tensor?", "bias": "Tensor?", "pattern": "str", "numbers": "SymInt[]", "scale": "float?",
-    "softcap": "float?", "backend": "str?", "order": "str?", "first_head": "SymInt?", "all_heads": "SymInt?",
-    "bias_needs_grad": "bool",
-}  # fmt: skip
-SAME = [name for name in SCHEMA if name in Call._fields]  #: those that a call has, too; but `pattern` is a text
-TENSORS = [name for name, kind in SCHEMA.items() if kind == "Tensor?"]  #: they come first
+from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.spec.problem import PATTERNS, Call, choose_pattern
 
 
 class Encoded(NamedTuple):
-    """What the operators take of a call besides q, k and v: as `Call`, but for the pattern's text and numbers."""
+    """What the operators take of a call besides q, k and v: as `Call`, but for the pattern's text and numbers.
+
+    In the order that exported programs have them in; tensors come first.
+    """
 
     seq_lens: Tensor | None
     key_mask: Tensor | None
@@ -55,6 +50,18 @@ class Encoded(NamedTuple):
     @property
     def settings(self) -> tuple[Any, ...]:
         return self[len(TENSORS) :]
+
+
+_TYPES = {
+    Tensor | None: "Tensor?", str: "str", list[int]: "SymInt[]", float | None: "float?", str | None: "str?",
+    int | None: "SymInt?", bool: "bool",
+}  # fmt: skip
+#: The fields of `Encoded` with their types in a graph.
+SCHEMA = {name: _TYPES[kind] for name, kind in get_type_hints(Encoded).items()}
+SAME = [name for name in SCHEMA if name in Call._fields]  #: those that a call has, too; but `pattern` is a text
+TENSORS = [name for name, kind in SCHEMA.items() if kind == "Tensor?"]
+#: The fields of each pattern, in the order in which they are encoded.
+FIELDS = {name: [each.name for each in fields(kind)] for name, kind in PATTERNS.items()}  # type: ignore[arg-type]
 
 
 def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
@@ -87,58 +94,46 @@ def encoded_pattern(call: Call) -> tuple[str, list[int]]:
     if not isinstance(call.is_causal, bool) or (call.segment_lengths is None) != (call.dilation_rates is None):
         choose_pattern(call)  # raises
     if alone:
-        return f"dense {call.is_causal}", []
+        return f"Dense {call.is_causal}", []
     lengths, rates = (integers(name, getattr(call, name)) for name in ("segment_lengths", "dilation_rates"))
-    return f"dilated {call.is_causal} mod all {len(lengths)} {len(rates)}", [*lengths, *rates, 0, -1]
+    return f"Dilated #{len(lengths)} #{len(rates)} {call.is_causal} mod all # None", [*lengths, *rates, 0]
 
 
 def _encoded(pattern: Pattern) -> tuple[str, list[int]]:
-    if isinstance(pattern, Dense):
-        return f"dense {pattern.is_causal}", []
-    if isinstance(pattern, Window):
-        sides = [-1 if side is None else side for side in (pattern.left, pattern.right)]
-        return "window", [*sides, pattern.sinks]
-    if isinstance(pattern, Dilated):
-        lengths, rates = pattern.segment_lengths, pattern.dilation_rates
-        code = f"dilated {pattern.is_causal} {pattern.offsets} {pattern.heads} {len(lengths)} {len(rates)}"
-        return code, [*lengths, *rates, pattern.first_head, -1 if pattern.all_heads is None else pattern.all_heads]
-    if isinstance(pattern, Neighborhood):
-        causal = ",".join([str(flag) for flag in pattern.is_causal])
-        code, numbers = f"neighborhood {pattern.edges} {causal}", [*pattern.grid, *pattern.window, *pattern.dilation]
-        return code, [*numbers, *pattern.stride] if pattern.edges == "shift" else numbers
-    assert isinstance(pattern, Reordered)
-    code, numbers = _encoded(pattern.pattern)
-    return f"reordered {pattern.order} {code}", numbers
+    """The pattern's kind and a word for each field: `#` for a number, `#3` for three, `*` before several flags."""
+    if isinstance(pattern, Reordered):
+        code, inner = _encoded(pattern.pattern)
+        return f"Reordered {pattern.order} {code}", inner
+    words = [type(pattern).__name__]
+    numbers: list[int] = []
+    for name in FIELDS[words[0]]:
+        value = getattr(pattern, name)
+        if value is None or isinstance(value, (bool, str)):
+            words.append(f"{value}")
+        elif not isinstance(value, tuple):
+            words.append("#")
+            numbers.append(value)
+        elif isinstance(value[0], bool):
+            words.append("*" + ",".join([f"{flag}" for flag in value]))
+        else:
+            words.append(f"#{len(value)}")
+            numbers.extend(value)
+    return " ".join(words), numbers
 
 
 @lru_cache(4096)
 def decoded_pattern(code: str, numbers: tuple[int, ...]) -> Pattern:
     """The pattern of a text and its numbers. Raises InvalidInput."""
-    kind, *rest = code.split()
-    if kind == "dense":
-        return Dense(rest[0] == "True")
-    if kind == "window":
-        left, right = (None if side == -1 else side for side in numbers[:2])
-        return Window(left, right, numbers[2])
-    if kind == "dilated":
-        causal, offsets, heads, lengths, rates = rest
-        end = int(lengths) + int(rates)
-        first_head, all_heads = numbers[end:]
-        return Dilated(
-            numbers[: int(lengths)],
-            numbers[int(lengths) : end],
-            causal == "True",
-            offsets,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-            heads,  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-            first_head,
-            None if all_heads == -1 else all_heads,
-        )
-    if kind == "neighborhood":
-        edges, causal = rest
-        flags = tuple(flag == "True" for flag in causal.split(","))
-        axes = len(flags)
-        grid, window, dilation, stride = (numbers[axes * n : axes * (n + 1)] for n in range(4))
-        # Programs that were exported before there were strides hold none.
-        return Neighborhood(grid, window, dilation, flags, edges, stride or (1,))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    assert kind == "reordered"
-    return Reordered(decoded_pattern(" ".join(rest[1:]), numbers), rest[0])
+    kind, *words = code.split()
+    if kind == Reordered.__name__:
+        return Reordered(decoded_pattern(" ".join(words[1:]), numbers), words[0])
+    left = iter(numbers)
+    return PATTERNS[kind](*[_value(word, left) for word in words])
+
+
+def _value(word: str, left: Iterator[int]) -> Any:
+    if word.startswith("*"):
+        return tuple(each == "True" for each in word[1:].split(","))
+    if word.startswith("#"):
+        return next(left) if word == "#" else tuple(islice(left, int(word[1:])))
+    return {"True": True, "False": False, "None": None}.get(word, word)

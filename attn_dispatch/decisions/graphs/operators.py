@@ -7,14 +7,15 @@ a text and integers that may be symbolic, so that another length, window or grid
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from attn_dispatch.decisions.graphs.encoding import SCHEMA, Encoded, encoded
-from attn_dispatch.decisions.graphs.flops import count_flops
+from attn_dispatch.decisions.graphs.encoding import SCHEMA, Encoded, decoded_pattern, encoded
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
@@ -23,6 +24,7 @@ from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.problem import Call, dropout
+from attn_dispatch.spec.shapes import pair_count
 from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_alibi_slopes, common_dtype
 
 _ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in SCHEMA.items())
@@ -239,6 +241,42 @@ def _batching_rule(operator: Any, first: int) -> Callable[..., Any]:
 
 torch.library.register_vmap("attn_dispatch::attend", _batching_rule(_forward_op, 3))
 torch.library.register_vmap("attn_dispatch::attend_backward", _batching_rule(_backward_op, 7))
+
+
+# --- operations, for torch.utils.flop_counter -------------------------------------------------------------------------
+
+
+def count_flops() -> None:
+    """Let FlopCounterMode count the operators, where a program has loaded it: to import it takes long."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
+    ops = torch.ops.attn_dispatch
+    for packet, formula in {ops.attend: _forward_flops, ops.attend_backward: _backward_flops}.items():
+        if packet not in counter.flop_registry:
+            counter.register_flop_formula(packet)(formula)
+        for mode in _get_current_dispatch_mode_stack():  # those that were entered before
+            formulas = getattr(getattr(mode, "counter", mode), "flop_registry", None)
+            if formulas is not None:
+                formulas.setdefault(packet, counter.flop_registry[packet])
+
+
+def _pairs(q: Any, k: Any, rest: tuple[Any, ...]) -> int:
+    given = Encoded.first_of(rest)
+    pattern = decoded_pattern(given.pattern, tuple(map(int, given.numbers)))
+    return int(q[0]) * pair_count(pattern, int(q[1]), int(k[1]), int(q[2]))
+
+
+def _forward_flops(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Two products for each pair that the pattern has, whatever masks and documents hide."""
+    return 2 * (int(q[3]) + int(v[3])) * _pairs(q, k, rest)
+
+
+def _backward_flops(
+    grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, out_shape: Any = None, **more: Any
+) -> int:
+    """Five products: the scores again, the weights' gradients, and dq, dk and dv."""
+    return 2 * (3 * int(q[3]) + 2 * int(v[3])) * _pairs(q, k, rest)
 
 
 count_flops()
