@@ -25,6 +25,7 @@ from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
 from attn_dispatch.ring.sharded_problem import ShardedProblem
+from attn_dispatch.ring.trial import Trial
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.checks import real, reals
 from attn_dispatch.spec.problem import Problem
@@ -302,6 +303,5 @@ def _measure_sharded(problem: Problem, link: Link, kind: str, budget_s: float | 
     if problem.has_key_mask:
         masks["key_mask"] = torch.ones(q.shape[:2], dtype=torch.bool, device=problem.device)
     budget_ms = None if budget_s is None else budget_s * 1e3
-    return Explanation.of(
-        group_decision.decide_together(sharded, (q, k, v), masks, None, force=force, budget_ms=budget_ms)
-    )
+    measure = Trial(sharded, (q, k, v), masks).rows
+    return Explanation.of(group_decision.decide_together(sharded, measure, None, force=force, budget_ms=budget_ms))

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attn_dispatch import Sharded, attend, shard, unshard
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import traffic_of
 from attn_dispatch.ring.shards import spread_of
-from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.spec.orders import GATHER, LOCAL, RING
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reordered import Reordered
@@ -71,7 +70,7 @@ def exchanges(problem: Problem, layout: Layout) -> list[str]:
     pattern, heads, kv_heads = problem.pattern, problem.heads, problem.kv_heads
     if not any(traffic_of(pattern, layout, heads, kv_heads, rank).receives for rank in range(layout.ranks)):
         return [LOCAL]
-    return [RING, GATHER, *[ULYSSES] * (not ulysses.refusal(problem, layout.ranks))]
+    return [RING, GATHER]
 
 
 def options_of(case: Case, exchange: str) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def test_conformance_by_each_solver(ranks: Ranks, name: str, solver: str, kind: 
     assert gate(problem).check(whole(found, layout)).failures == ()
 
 
-@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
+@pytest.mark.parametrize("exchange", [RING, GATHER])
 def test_the_same_bits_every_time(ranks: Ranks, exchange: str, set_mode: Any) -> None:
     set_mode("off")
     case = BY_ID["causal"]
@@ -198,10 +197,6 @@ def right(mesh: object, data: int = 0) -> bool:
     q, k, v = changed(lambda x: x + data, tensors())
     found = attend(*changed(lambda x: shard(x, mesh), (q, k, v)), is_causal=True, mesh=mesh)
     return close(unshard(found, mesh), formula(q, k, v, Dense(True))[0])
-
-
-def on_group() -> bool:
-    return right(ring_ranks.group())
 
 
 def on_world() -> bool:
@@ -234,7 +229,7 @@ def forced_on_a_single_rank() -> list[Any]:
     for backend, order in ((None, LOCAL), ("ring", None), ("ring", LOCAL), ("manual", None)):
         out = attend(q, k, v, mesh=mesh, backend=backend, order=order)
         found.append(close(out, formula(q, k, v, Dense())[0]))
-    for order in (RING, GATHER, ULYSSES):
+    for order in (RING, GATHER):
         with pytest.raises(NoBackend) as raised:
             attend(q, k, v, mesh=mesh, order=order)
         found.append(str(raised.value))
@@ -266,7 +261,7 @@ def test_every_kind_of_mesh(ranks: Ranks, job: Any, set_mode: Any) -> None:
 def test_exchanges_on_a_single_rank(ranks: Ranks, set_mode: Any) -> None:
     set_mode("off")
     why = "cannot run over a single rank: no rank sees another's rows: there is nothing to exchange"
-    expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER, ULYSSES)]
+    expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER)]
     assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 8
 
 
@@ -344,7 +339,7 @@ def without_gradients(order: str) -> tuple[bool, bool]:
     return alone.requires_grad or also.requires_grad, torch.equal(alone, also)
 
 
-@pytest.mark.parametrize("order", [RING, GATHER, ULYSSES])
+@pytest.mark.parametrize("order", [RING, GATHER])
 def test_no_gradients_unless_required(ranks: Ranks, order: str, set_mode: Any) -> None:
     set_mode("off")
     assert ranks.everywhere(without_gradients, order, ranks=2) == [(False, True)] * 2
@@ -377,7 +372,7 @@ def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: 
         assert gate(case.problem(torch.float32, needs_grad=True)).check(found).failures == ()
 
 
-@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
+@pytest.mark.parametrize("exchange", [RING, GATHER])
 @pytest.mark.parametrize(
     "case",
     [

@@ -153,7 +153,6 @@ def test_shards_of_different_kinds(ranks: Ranks, other: tuple[Any, ...], message
 @thinned(
     ("arguments", "kind", "message"),
     [
-        ({"order": "ulysses"}, NoBackend, "ulysses: 4 heads and 4 key heads do not come out even over 3 ranks"),
         ({"order": "local"}, NoBackend, "local: rank 0 sees 96 key rows of other ranks"),
         ({"pattern": Dilated((12,), (1,)), "order": "ring"}, NoBackend, "ring: no rank sees another's rows"),
         ({"dropout_p": 0.5}, NoBackend, "ring: has no dropout, asked for 0.5"),

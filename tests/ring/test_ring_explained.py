@@ -9,7 +9,7 @@ import torch
 
 from attn_dispatch import attend, counters, explain
 from attn_dispatch.errors import NoBackend
-from attn_dispatch.spec.orders import LOCAL, ULYSSES
+from attn_dispatch.spec.orders import GATHER, LOCAL
 from attn_dispatch.spec.pattern import Dilated
 from tests.support import ring_ranks
 from tests.support.ring_calls import part
@@ -44,7 +44,7 @@ def explained(order: str) -> tuple[str, str]:
 
 def test_a_forced_exchange_is_explained(ranks: Ranks, set_mode: Any) -> None:
     set_mode("off")
-    assert ranks.everywhere(explained, ULYSSES, ranks=2) == [(ULYSSES, "forced")] * 2
+    assert ranks.everywhere(explained, GATHER, ranks=2) == [(GATHER, "forced")] * 2
     for order, why in ranks.everywhere(explained, LOCAL, ranks=2):
         assert order == ""
         assert "key rows of other ranks" in why

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend, explain, shard
-from attn_dispatch.decisions import decide as decisions
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import Step
-from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
+from attn_dispatch.spec.orders import GATHER, RING
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.decision import Row
 from tests.support import ring_ranks
@@ -50,20 +49,6 @@ def planted_early(fault: Callable[[], object], name: str = "_forward_step") -> I
     with pytest.MonkeyPatch.context() as patch:
         if fault is not nothing:
             patch.setattr(RingCall, name, lambda *_: fault())
-        yield
-
-
-@contextmanager
-def planted_alone(fault: Callable[[], object]) -> Iterator[None]:
-    """Call `fault` before each call of a rank on the whole sequence of some heads."""
-    decide = decisions.decision_for
-
-    def faulty(problem: Any) -> Any:
-        fault()
-        return decide(problem)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decisions, "decision_for", faulty)
         yield
 
 
@@ -116,14 +101,6 @@ def test_a_candidate_that_fails_everywhere_leaves_the_others(ranks: Ranks) -> No
         assert all(f"rank {rank}: ValueError: planted" in rows[GATHER].reason for rank in range(SIZE))
 
 
-def test_ulysses_that_fails_on_one_rank_is_ruled_out_on_all(ranks: Ranks) -> None:
-    for order, rows, right in ranks.each(tried, [(nothing, planted_alone), (raises, planted_alone)]):
-        assert order in (RING, GATHER)
-        assert right
-        assert rows[ULYSSES].status == "failed"
-        assert rows[ULYSSES].reason.startswith("rank 1: ")
-
-
 def test_the_slowest_rank_counts(ranks: Ranks) -> None:
     found = ranks.each(tried, [(nothing,), (nothing,), (is_slow,)])
     for order, rows, right in found:
@@ -161,22 +138,21 @@ def test_a_kernel_that_fails_on_one_rank_stops_no_other_rank(
     assert found[1][0].endswith("Error: planted")
 
 
-def failing_in_training(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
+def failing_in_training(fault: Callable[[], object]) -> tuple[Any, bool]:
     """A job: the error of a forward pass with gradients, and whether the next call is right."""
     mesh, error = ring_ranks.group(), None
-    attend(*part(mesh, grads="qkv"), mesh=mesh, order=order)
-    with plant(fault):
+    attend(*part(mesh, grads="qkv"), mesh=mesh, order=RING)
+    with planted_early(fault):
         try:
-            attend(*part(mesh, grads="qkv"), mesh=mesh, order=order, scale=0.5).sum().backward()
+            attend(*part(mesh, grads="qkv"), mesh=mesh, order=RING, scale=0.5).sum().backward()
         except BackendFailed as raised:
             error = str(raised)
-    return error, _right(attend(*part(mesh), mesh=mesh, order=order))
+    return error, _right(attend(*part(mesh), mesh=mesh, order=RING))
 
 
-@pytest.mark.parametrize(("order", "plant"), [(RING, planted_early), (ULYSSES, planted_alone)], ids=["ring", "ulysses"])
-def test_no_backward_pass_after_a_rank_has_failed(ranks: Ranks, order: str, plant: Any, set_mode: Any) -> None:
+def test_no_backward_pass_after_a_rank_has_failed(ranks: Ranks, set_mode: Any) -> None:
     set_mode("off")
-    found = ranks.each(failing_in_training, [(nothing, order, plant), (raises, order, plant)])
+    found = ranks.each(failing_in_training, [(nothing,), (raises,)])
     assert [right for _, right in found] == [True] * 2
     assert found[0][0].endswith("rank 1 of the mesh failed in this call, and gradients need every rank")
     assert "planted" in found[1][0]
@@ -203,11 +179,3 @@ def test_a_backward_pass_that_fails_on_one_rank_gives_no_gradients_on_any(
     others = ("rank 1 of the mesh failed in this call, and gradients need every rank", False, True)
     expected = [others, ("planted", False, True), others]
     assert ranks.each(failing_backward, [(nothing, order), (raises, order), (nothing, order)]) == expected
-
-
-def test_ulysses_that_fails_on_one_rank_stops_no_other_rank(ranks: Ranks, set_mode: Any) -> None:
-    set_mode("off")
-    found = ranks.each(failing, [(nothing, ULYSSES, planted_alone), (raises, ULYSSES, planted_alone)])
-    assert [right for _, right in found] == [True] * 2
-    assert found[0][0] is None
-    assert "planted" in found[1][0]

@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch import attend
-from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.exchange import Transport
 from attn_dispatch.ring.engine.parts import solver
-from attn_dispatch.ring.link import Connection, Link
-from attn_dispatch.ring.rows.layout import KINDS, Layout
-from attn_dispatch.ring.rows.traffic import positions_of
-from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
+from attn_dispatch.ring.link import Link
+from attn_dispatch.spec.orders import GATHER, RING
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.testing.cases import Case
 from tests.support import ring_ranks
@@ -38,10 +34,10 @@ def three() -> Iterator[Ranks]:
     made.close()
 
 
-def link_without_cpu(connection: Connection) -> Link:
+def link_without_cpu() -> Link:
     """The link of a group that sends only CUDA tensors."""
     group = ring_ranks.group()
-    link = Link(group, Transport(group), connection)
+    link = Link(group, Transport(group))
     link.__dict__["devices"] = ("cuda",)
     return link
 
@@ -50,12 +46,9 @@ def beside() -> tuple[Any, ...]:
     """A job: what the control group gathers where ranks are in different numbers of groups."""
     if ring_ranks.rank() < 2:
         dist.new_group([0, 1], backend="gloo", use_local_synchronization=True)
-    connection = Connection()
-    link = link_without_cpu(connection)
+    link = link_without_cpu()
     rank = torch.tensor([link.rank])
-    numbers = link.all_gather_int64(rank).flatten().tolist()
-    if link.rank:  # a link that one rank made anew
-        link = link_without_cpu(connection)
+    numbers = link.all_gather(rank).flatten().tolist()
     link.barrier()
     timeout = link.control.options._timeout.total_seconds()
     return numbers, link.all_gather_objects("x" * link.rank), timeout, link.control is link.group
@@ -84,12 +77,9 @@ def test_all_ranks_make_the_communicator_once(entered: list[Any], monkeypatch: p
     real = torch.ones
     monkeypatch.setattr("torch.ones", lambda size, device: real(size))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: calls.append((len(x), group)))
-    connection = Connection()
-    for _ in range(2):  # the second link is made anew, as after many other groups
-        link = Link("group", Transport("group"), connection)
-        link.connect(torch.device("cpu"))
-        link.connect(CUDA)
-        link.connect(CUDA)
+    link = Link("group", Transport("group"))
+    for device in ("cpu", CUDA, CUDA):
+        link.connect(torch.device(device))
     assert calls == [(1, "group")]
     assert entered == [CUDA]
 
@@ -108,7 +98,6 @@ def order_of_calls(order: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Link, "connect", noted("connect", Link.connect))
         patch.setattr(Transport, "exchange", noted("rows", Transport.exchange))
-        patch.setattr(ulysses, "_all_to_all", noted("rows", ulysses._all_to_all))
         mesh = ring_ranks.group()
         attend(*part(mesh), mesh=mesh, order=order)
     return list(dict.fromkeys(seen))
@@ -117,7 +106,7 @@ def order_of_calls(order: str) -> list[str]:
 def test_the_communicator_is_made_before_rows_are_sent(ranks: Ranks, set_mode: Callable[[str], None]) -> None:
     """Over NCCL, ranks without rows would be in no message that makes it, and the others would wait for them."""
     set_mode("off")
-    for order in (RING, GATHER, ULYSSES):
+    for order in (RING, GATHER):
         assert ranks.everywhere(order_of_calls, order, ranks=2) == [["connect", "rows"]] * 2
 
 
@@ -169,38 +158,6 @@ def test_dense_parts_go_to_one_call_of_a_dense_kernel(
     monkeypatch.setattr("attn_dispatch.kernels.registry.load", found.__getitem__)
     problem = Case("", pattern, (1, 32, 2, 16)).problem(torch.float16, needs_grad=True, device="cuda:0")
     assert solver(problem).name == expected
-
-
-class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the names of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found.add(str(op))
-        return op(*args, **(kwargs or {}))
-
-
-def there_and_back(kind: str) -> tuple[bool, set[str]]:
-    """A job: whether the tokens come back, and the operations with indices on the way."""
-    group = ring_ranks.group()
-    layout = Layout((5, 7, 4), kind)
-    positions = positions_of(layout, dist.get_rank(group))
-    whole = torch.arange(16.0)[None, :, None, None].expand(2, 16, 3, 8).contiguous()
-    shard, transport = whole.index_select(1, positions), Transport(group)
-    with Names() as mode:
-        heads = ulysses.to_heads(shard, transport, layout)
-        tokens = ulysses.to_tokens(heads, transport, layout)
-    right = torch.equal(heads, whole[:, :, :1]) and torch.equal(tokens, shard)
-    return right, {name for name in mode.found if "index" in name or "arange" in name}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ulysses_copies_slices(kind: str, ranks: Ranks) -> None:
-    """Indices would be copied to the GPU in every call, which waits for it and no CUDA graph takes."""
-    assert ranks.everywhere(there_and_back, kind, ranks=3) == [(True, set())] * 3
 
 
 def masked(order: str) -> list[bool]:

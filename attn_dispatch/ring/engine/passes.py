@@ -20,7 +20,6 @@ from torch import Tensor
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.ring.engine.exchange import (
     PendingExchange,
-    Sizes,
     Transport,
     add_returned,
     message_size,
@@ -292,54 +291,3 @@ def add_rows(total: Tensor, part: Part, grad: Tensor) -> None:
         heads.index_add_(1, part.rows, grad.to(total.dtype))
     else:
         heads[:, part.rows] += grad
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PartSize:
-    """The size of a part.
-
-    Args:
-        queries, keys: its rows and heads of q and of k, as shares of the rank's.
-        workspace: bytes that the backend allocates.
-    """
-
-    queries: float
-    keys: float
-    workspace: int
-
-
-def forward_peak(rank: Sizes, own: Sequence[PartSize], far: Sequence[PartSize]) -> int:
-    """Most bytes that `RingCall.forward` allocates at once, buffers aside.
-
-    Args:
-        own, far: the parts on the rank's own rows, and on rows of other ranks.
-    """
-    widened = rank.q * rank.wider if rank.wider > 1 else 0
-    out = rank.q + widened  # of a part, and its copy in the dtype of sums
-    sums = rank.q * rank.wider + rank.lse
-    first = max(int((out + 2 * rank.lse) * part.queries) + part.workspace for part in own)
-    if len(own) > 1 or own[0].queries < 1:
-        first += sums  # allocated for the first of several parts
-    later = sums + max((int((out + 3 * rank.lse) * part.queries) + part.workspace for part in far), default=0)
-    results = sums + rank.lse + (rank.q if widened else 0)
-    return max(first, later, results)
-
-
-def backward_peak(rank: Sizes, own: Sequence[PartSize], far: Sequence[PartSize], grads: int) -> int:
-    """Most bytes that `RingCall.backward` allocates at once or was given besides q, k and v, buffers aside.
-
-    Args:
-        own, far: as for `forward_peak`.
-        grads: bytes of the gradients of the rows that one step received.
-    """
-    given = 2 * rank.q + 2 * rank.lse  # out and its gradient; lse, and its copy without -inf
-    sums = (rank.q + rank.kv) * rank.wider
-    first, later = (
-        max((int(rank.q * part.queries + rank.kv * part.keys) + part.workspace for part in parts), default=0)
-        for parts in (own, far)
-    )
-    results = rank.q + rank.kv if rank.wider > 1 else 0
-    return given + sums + max(first, grads + later, results)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from attn_dispatch.ring.rows.needs import Kind
+from attn_dispatch.ring.rows.needs import Kind, seen_by
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.reach import Band
 
@@ -80,8 +80,26 @@ class Span(NamedTuple):
         return taken.nonzero().flatten().add_(start)
 
 
-def seen_spans(pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind) -> list[Span]:
-    """The keys that queries of these runs see outside them; the pattern must have bands."""
+class Listed(NamedTuple):
+    """The positions at which a mask of all tokens is true."""
+
+    mask: Tensor
+
+    def count(self, chunk: range) -> int:
+        return int(self.mask[chunk.start : chunk.stop].sum())
+
+    def positions(self, chunk: range) -> Tensor:
+        return self.mask[chunk.start : chunk.stop].nonzero().flatten() + chunk.start
+
+
+def seen_rows(
+    pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind
+) -> Sequence[Span] | Sequence[Listed]:
+    """The keys that queries of these runs see outside them: by arithmetic where the pattern has bands, since masks of
+    all tokens are slow for many ranks.
+    """
+    if pattern.bands(tokens, tokens, ()) is None:
+        return [Listed(seen_by(pattern, tokens, chunks, kind))]
     # Split where a progression begins or ends: in between, only residues matter.
     runs = {run for chunk in chunks for run in _seen(pattern, tokens, chunk, kind)}
     edges = sorted({edge for run in runs for edge in run[:2]})
