@@ -135,15 +135,11 @@ def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple
 
     Source: Milakov & Gimelshein 2018, online softmax.
     """
-    # Results do not depend on what is subtracted. With -inf twice it is 0, so that no NaN arises.
-    most = torch.maximum(lse_a, lse_b).detach()
-    most = most.masked_fill(most == -torch.inf, 0.0)
-    a, b = (lse_a - most).exp(), (lse_b - most).exp()
-    total = a + b
-    empty = total == 0
-    share_a, share_b = ((x / total.masked_fill(empty, 1.0)).transpose(1, 2)[..., None] for x in (a, b))
-    lse = total.masked_fill(empty, 1.0).log().masked_fill(empty, -torch.inf) + most
-    return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse
+    empty = (lse_a == -torch.inf) & (lse_b == -torch.inf)
+    a, b = (x.masked_fill(empty, 0.0) for x in (lse_a, lse_b))  # so that no NaN arises
+    lse = torch.logaddexp(a, b)
+    share_a, share_b = ((x - lse).exp().transpose(1, 2)[..., None] for x in (a, b))
+    return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse.masked_fill(empty, -torch.inf)
 
 
 def _of_wan(setting: _Setting, processor: Any, tokens: int, text: int | None, mask: Any) -> GridMask:

@@ -184,9 +184,12 @@ class AttentionConfig:
             if name in unused:
                 near = "; give attention_dropout" if name == "dropout" else ""
                 raise InvalidInput(f"{name} has no effect in this module{near}")
+        values = _one_spelling(values)
         if isinstance(first, AttentionConfig):
-            return cls(**{**first.to_dict(), **_one_spelling(values)})
-        return cls(**values) if first is None else cls(embed_dim=first, **_not_twice(first, values))
+            return cls(**{**first.to_dict(), **values})
+        if first is not None and values.setdefault("embed_dim", first) != first:
+            raise InvalidInput(f"embed_dim is given twice, as {first!r} and by keyword")
+        return cls(**values)
 
 
 def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,10 +201,3 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
         if values.setdefault(field, value) != value:
             raise InvalidInput(f"{other} and {field} are one field, got {value!r} and {values[field]!r}")
     return values
-
-
-def _not_twice(embed_dim: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    rest = _one_spelling(values)
-    if rest.pop("embed_dim", embed_dim) != embed_dim:
-        raise InvalidInput(f"embed_dim is given twice, as {embed_dim!r} and by keyword")
-    return rest

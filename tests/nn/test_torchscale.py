@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.nn import torchscale as ours
-from attn_dispatch.nn.like_torchscale import attend_like_torchscale
+from attn_dispatch.nn.attention import attend_like_torchscale
 from attn_dispatch.spec.pattern import Dilated
 from tests.support import calls
 from tests.support.pairwise import crossed
