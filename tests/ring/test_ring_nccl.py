@@ -13,14 +13,13 @@ import torch.distributed as dist
 
 from attn_dispatch import attend
 from attn_dispatch.ring.engine.exchange import Transport
-from attn_dispatch.ring.engine.parts import solver
 from attn_dispatch.ring.link import Link
 from attn_dispatch.spec.orders import GATHER, RING
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
-from attn_dispatch.testing.cases import Case
 from tests.support import ring_ranks
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 TIMEOUT_S = 3.0  #: of the process group
 CUDA = torch.device("cuda:1")
@@ -103,34 +102,10 @@ def order_of_calls(order: str) -> list[str]:
     return list(dict.fromkeys(seen))
 
 
-def test_the_communicator_is_made_before_rows_are_sent(ranks: Ranks, set_mode: Callable[[str], None]) -> None:
+def test_the_communicator_is_made_before_rows_are_sent(ranks: Ranks) -> None:
     """Over NCCL, ranks without rows would be in no message that makes it, and the others would wait for them."""
-    set_mode("off")
     for order in (RING, GATHER):
         assert ranks.everywhere(order_of_calls, order, ranks=2) == [["connect", "rows"]] * 2
-
-
-def test_messages_are_started_on_their_device(entered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another current device NCCL's calls may hang."""
-    monkeypatch.setattr("torch.distributed.P2POp", lambda operation, tensor, **more: _Operation(tensor))
-    monkeypatch.setattr("torch.distributed.batch_isend_irecv", lambda operations: [])
-    Transport("group").exchange({1: _on_cuda()}, {1: _on_cuda()})
-    assert entered == [CUDA]
-
-
-class _Operation:
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-
-def _on_cuda() -> Any:
-    class Fake:
-        device, itemsize = CUDA, 4
-
-        def numel(self) -> int:
-            return 3
-
-    return Fake()
 
 
 def test_each_stream_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,40 +120,3 @@ def test_each_stream_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     stream[0] = 1
     again = transport.buffer(0, 8, torch.float32, CUDA)
     assert first.data_ptr() == again.data_ptr() != second.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"), [(Dense(), "sdpa"), (Dense(True), "sdpa"), (Dilated((16,), (1,)), "triton")], ids=str
-)
-def test_dense_parts_go_to_one_call_of_a_dense_kernel(
-    pattern: Pattern, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without = {"flash": ["not installed"], "sdpa": [], "triton": [], "tiles": []}
-    found = {name: SimpleNamespace(name=name, refusals=lambda _, why=why: why) for name, why in without.items()}
-    monkeypatch.setattr("attn_dispatch.kernels.registry.load", found.__getitem__)
-    problem = Case("", pattern, (1, 32, 2, 16)).problem(torch.float16, needs_grad=True, device="cuda:0")
-    assert solver(problem).name == expected
-
-
-def masked(order: str) -> list[bool]:
-    """A job: whether a call with masks copies a tensor to a device, after a first one."""
-    mesh, moved = ring_ranks.group(), list[bool]()
-    to = torch.Tensor.to
-
-    def noted(x: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        moved.extend(isinstance(each, torch.device | str) for each in (*args, *more.values()))
-        return to(x, *args, **more)
-
-    q, k, v = part(mesh)
-    key_mask = torch.rand(2, q.shape[1], generator=torch.Generator().manual_seed(0)) > 0.3
-    key_mask[:, 0] = True
-    attend(q, k, v, mesh=mesh, order=order, key_mask=key_mask)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", noted)
-        attend(q, k, v, mesh=mesh, order=order, key_mask=key_mask)
-    return [each for each in moved if each]
-
-
-def test_masks_are_cut_without_indices_from_the_host(ranks: Ranks, set_mode: Callable[[str], None]) -> None:
-    set_mode("off")
-    assert ranks.everywhere(masked, RING, ranks=3) == [[]] * 3

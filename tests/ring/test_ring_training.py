@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -279,41 +278,6 @@ on_cpu = pytest.mark.skipif(
 @pytest.mark.parametrize("parallel", [with_ddp, pytest.param(with_fsdp, marks=on_cpu)])
 def test_data_parallelism(ranks: Ranks, parallel: Callable[[Block, DeviceMesh], nn.Module]) -> None:
     assert ranks.everywhere(trained, parallel) == [True] * 8
-
-
-def in_bfloat16() -> tuple[bool, bool]:
-    """A job on 4 x 2 ranks: FSDP's mixed precision and a checkpoint, against the same without a checkpoint, to the bit,
-    and against float64: no further from it than one process in bfloat16, and a rounding of the sum over ranks.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context"))
-    spread = Sharded(mesh["context"], "zigzag")
-    row = shard(batches()[mesh["data"].get_local_rank()][None], spread)
-    found = []
-    for recomputed in (False, True):
-        model = Block(spread)
-        fully_shard(model, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-        run = partial(checkpoint, model, use_reentrant=False) if recomputed else model
-        run(row).float().square().sum().backward()
-        grads = [x.grad for x in model.parameters()]
-        assert all(isinstance(grad, DTensor) for grad in grads)
-        found.append([grad.full_tensor() for grad in grads if isinstance(grad, DTensor)])
-    same = all(map(torch.equal, *found))
-    alone = Block().bfloat16()
-    alone(batches().bfloat16()).float().square().sum().backward()
-    right = []
-    for grad, single, expected in zip(found[0], alone.parameters(), exact(), strict=True):
-        dist.all_reduce(grad, group=mesh["context"].get_group())
-        assert single.grad is not None
-        most = (single.grad.double() - expected).norm() + torch.finfo(torch.bfloat16).eps * expected.norm()
-        right.append(bool((4 * grad.double() - expected).norm() <= most))
-    return same, all(right)
-
-
-@on_cpu
-def test_mixed_precision_and_a_checkpoint(ranks: Ranks) -> None:
-    assert ranks.everywhere(in_bfloat16) == [(True, True)] * 8
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
