@@ -13,6 +13,7 @@ causal attention become `Dilated`.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
@@ -50,6 +51,7 @@ WITHOUT_EFFECT = frozenset(
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
+@dataclass(eq=False, repr=False)
 class Keys(BlockMask):
     """What a mask means, as it reaches the layers. A BlockMask, for transformers hands on tensors and those alone.
 
@@ -60,20 +62,16 @@ class Keys(BlockMask):
         stop: keys from here on are not written yet; None: all are.
         documents: ids [batch, len], or None.
         refusal: why no layer can use it: some models make masks that none of their layers uses.
+        is_checked: whether positions were compared with it.
     """
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        size: tuple[int, int, int, int],
-        key_mask: Tensor | None = None,
-        stop: int | None = None,
-        documents: Tensor | None = None,
-        refusal: str | None = None,
-    ) -> None:
-        self.pattern, self.size, self.key_mask, self.stop, self.documents = pattern, size, key_mask, stop, documents
-        self.refusal = refusal
-        self.is_checked = False  #: whether positions were compared with it
+    pattern: Pattern
+    size: tuple[int, int, int, int]
+    key_mask: Tensor | None = None
+    stop: int | None = None
+    documents: Tensor | None = None
+    refusal: str | None = None
+    is_checked: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -83,10 +81,8 @@ class Keys(BlockMask):
         return self
 
     def to(self, device: Any, non_blocking: bool = False) -> Keys:  # accelerate's hooks call it
-        masks = [
-            None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.documents)
-        ]
-        return Keys(self.pattern, self.size, masks[0], self.stop, masks[1], self.refusal)
+        masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.documents))
+        return replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Keys:
         """The mask of the last queries, `[:, :, -n:, :]`, of all for 0: Gemma 4 drops the others while it generates."""
@@ -94,8 +90,7 @@ class Keys(BlockMask):
         if not isinstance(at, slice) or index != (whole, whole, slice(at.start, None), whole) or (at.start or 0) > 0:
             self._refuse()
         q_len = min(-at.start, self.size[2]) if at.start else self.size[2]
-        size = (*self.size[:2], q_len, self.size[3])
-        return Keys(self.pattern, size, self.key_mask, self.stop, self.documents, self.refusal)
+        return replace(self, size=(*self.size[:2], q_len, self.size[3]))
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise InvalidInput(

@@ -24,15 +24,16 @@ from attn_dispatch.ring.plan.counts import CountedProblem
 from attn_dispatch.ring.plan.forecast import forecasts_over, peak_memory_of, refusal
 from attn_dispatch.ring.plan.schedule import RankSpeed, seconds
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout, deal
-from attn_dispatch.spec.groups import group_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
-from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.store.address import Address
+from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.testing.allocations import allocated_peak
 from tests.support import ring_ranks
+from tests.support.entries import decision
 from tests.support.pairwise import thinned
 from tests.support.ring_ranks import Ranks
 
@@ -257,13 +258,9 @@ def test_a_call_that_is_mostly_overhead_gives_no_rate(folder: Path, capsys: pyte
 
 
 def store_decision(folder: Path, problem: Problem, median_ms: float) -> None:
-    where, plain = silicon(problem.device), problem.to_dict()
-    row = Row(backend="sdpa", order="natural", status="chosen", median_ms=median_ms)
-    decision = Decision(
-        key=problem.key(where), silicon=where, group=group_of(plain), title=str(problem), problem=plain, choice="sdpa",
-        order="natural", source="measured", candidates=(row,), provenance={}, created="2026-01-01T00:00:00+00:00",
-    )  # fmt: skip
-    assert Store(folder).put(decision)
+    row, plain = Row(backend="sdpa", order="natural", status="chosen", median_ms=median_ms), problem.to_dict()
+    address = Address.of(plain, silicon(problem.device))._asdict()
+    assert Store(folder).put(decision(problem=plain, candidates=(row,), title=str(problem), **address))
 
 
 def test_without_a_rate_there_is_no_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,28 +26,19 @@ pytestmark = pytest.mark.usefixtures("short_trials")
 SIZE = 3
 
 
-def call(
-    shape: tuple[int, int, int, int] = (2, 12, 4, 8),
-    dtype: torch.dtype = torch.float32,
-    grads: bool = False,
-    kind: str = "contiguous",
-    settings: dict[str, str] | None = None,
-    **options: Any,
-) -> tuple[int, ...]:
-    """A job: the shape of the result."""
-    os.environ.update(settings or {})
+def call(given: dict[str, Any]) -> tuple[int, ...]:
+    """A job: the shape of the result; `given` may also name a shape, a dtype, settings and so on."""
+    os.environ.update(given.pop("settings", {}))
+    kind, grads = given.pop("kind", "contiguous"), given.pop("grads", False)
+    shape, dtype = given.pop("shape", (2, 12, 4, 8)), given.pop("dtype", torch.float32)
     q, k, v = (torch.ones(shape, dtype=dtype, requires_grad=grads) for _ in range(3))
-    out: Tensor = attend(q, k, v, mesh=Sharded(ring_ranks.group(), kind), **options)
+    out: Tensor = attend(q, k, v, mesh=Sharded(ring_ranks.group(), kind), **given)
     return tuple(out.shape)
 
 
 def called(ranks: Ranks, *arguments: dict[str, Any]) -> list[Any]:
     """The result or error of each rank, called with its own arguments."""
-    return ranks.outcomes(_call, [(each,) for each in arguments])
-
-
-def _call(arguments: dict[str, Any]) -> tuple[int, ...]:
-    return call(**arguments)
+    return ranks.outcomes(call, [(each,) for each in arguments])
 
 
 def works(ranks: Ranks) -> bool:
@@ -198,16 +189,12 @@ def lose_memory() -> None:
 
 def put_aside() -> None:
     ring_ranks.forget()
-    cache_folder().rename(_aside())
+    cache_folder().rename(f"{cache_folder()}-aside")
 
 
 def bring_back() -> None:
     lose_all()
-    _aside().rename(cache_folder())
-
-
-def _aside() -> Path:
-    return cache_folder().with_name(cache_folder().name + "-aside")
+    Path(f"{cache_folder()}-aside").rename(cache_folder())
 
 
 LOCKED = {"ATTN_DISPATCH_MODE": "locked"}
