@@ -146,9 +146,7 @@ def _of_wan(setting: _Setting, processor: Any, tokens: int, text: int | None, ma
 
 def _of_flux(setting: _Setting, processor: Any, tokens: int, text: int | None, mask: Any) -> GridMask:
     if getattr(processor._parallel_config, "context_parallel_config", None) is not None:
-        raise InvalidInput(
-            "neighborhood() of Flux, whose image stands beside text, cannot run with context parallelism"
-        )
+        raise InvalidInput("neighborhood() of Flux, with text beside the image, cannot run with context parallelism")
     held = math.prod(setting.pattern.grid)
     if text is not None:
         if tokens != held:
@@ -157,10 +155,8 @@ def _of_flux(setting: _Setting, processor: Any, tokens: int, text: int | None, m
     elif tokens in setting.lengths:
         text = tokens - held
     else:
-        raise InvalidInput(
-            f"a single block of Flux has {tokens} tokens, and no double block before it said how many are text: "
-            f"double blocks inside this neighborhood() had {sorted(setting.lengths)}"
-        )
+        what = "and no double block before it said how many are text"
+        raise InvalidInput(f"a single block of Flux has {tokens} tokens, {what}")
     return GridMask(setting.pattern, text, mask)
 
 
@@ -210,9 +206,8 @@ def _told(original: Any, described: Described) -> Any:
 def _check_backend(processor: Any) -> None:
     used = processor._attention_backend or dispatch._AttentionBackendRegistry._active_backend
     if used != NAME:
-        raise InvalidInput(
-            f'neighborhood() needs model.set_attention_backend("{NAME}"), but {type(processor).__name__} uses {used!s}'
-        )
+        needs = f'neighborhood() needs model.set_attention_backend("{NAME}")'
+        raise InvalidInput(f"{needs}, but {type(processor).__name__} uses {used!s}")
 
 
 def _check_recomputed(processor: Any, pattern: Neighborhood | None) -> None:
@@ -220,7 +215,5 @@ def _check_recomputed(processor: Any, pattern: Neighborhood | None) -> None:
     if torch._C._current_graph_task_id() == -1:
         _last[processor] = pattern
     elif _last.get(processor) != pattern:
-        raise InvalidInput(
-            f"a forward pass with {_last.get(processor)} is recomputed in the backward pass with {pattern}: "
-            "run backward() inside the same neighborhood()"
-        )
+        both = f"a forward pass with {_last.get(processor)} is recomputed in the backward pass with {pattern}"
+        raise InvalidInput(f"{both}: run backward() inside the same neighborhood()")

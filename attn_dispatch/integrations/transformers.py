@@ -37,6 +37,8 @@ masking_utils: Any = import_module("transformers.masking_utils")
 sdpa_attention_forward: Any = import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
 is_tracing: Any = import_module("transformers.utils.import_utils").is_tracing
 
+Size = tuple[int, int, int, int]  #: [batch, 1, q_len, k_len] of a mask
+
 NAME = "attn_dispatch"
 #: Keywords of an attention function that change no result, or whose meaning the mask has already.
 WITHOUT_EFFECT = frozenset(
@@ -66,7 +68,7 @@ class Keys(BlockMask):
     """
 
     pattern: Pattern
-    size: tuple[int, int, int, int]
+    size: Size
     key_mask: Tensor | None = None
     stop: int | None = None
     documents: Tensor | None = None
@@ -74,7 +76,7 @@ class Keys(BlockMask):
     is_checked: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> Size:
         return self.size
 
     def contiguous(self) -> Keys:  # generate() calls it
@@ -93,10 +95,8 @@ class Keys(BlockMask):
         return replace(self, size=(*self.size[:2], q_len, self.size[3]))
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise InvalidInput(
-            "the model computes with its mask, which attn_dispatch does not build: "
-            "use attn_implementation='sdpa' or 'eager'"
-        )
+        what = "the model computes with its mask, which attn_dispatch does not build"
+        raise InvalidInput(f"{what}: use attn_implementation='sdpa' or 'eager'")
 
     __add__ = __radd__ = __and__ = __rand__ = __invert__ = _refuse
 
@@ -141,11 +141,9 @@ def mask(
     except Unreadable as error:
         if not fallback:
             name = getattr(mask_function, "__qualname__", repr(mask_function))
-            refusal = (
-                f"the mask {name} is none of causal, window, chunks, padding and packed rows ({error}); "
-                "attn_dispatch.integrations.transformers.register(fallback=True) hands such to PyTorch's attention"
-            )
-            return Keys(Dense(), size, refusal=refusal)
+            what = f"the mask {name} is none of causal, window, chunks, padding and packed rows ({error})"
+            how = f"{__name__}.register(fallback=True) hands such to PyTorch's attention"
+            return Keys(Dense(), size, refusal=f"{what}; {how}")
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
         common = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
         return masking_utils.sdpa_mask(
@@ -157,13 +155,7 @@ def mask(
 
 
 def _translated(
-    facts: Facts,
-    size: tuple[int, int, int, int],
-    key_mask: Tensor | None,
-    q_offset: Any,
-    kv_offset: Any,
-    device: Any,
-    spread: Any,
+    facts: Facts, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any, spread: Any
 ) -> Keys:
     """The facts of a mask, for queries at the end of the keys. Raises Unreadable."""
     q_len, k_len, stop = size[2], size[3], None
@@ -171,7 +163,7 @@ def _translated(
         # In a graph the length of a static cache is data, and so is which key is the last.
         is_data = isinstance(q_offset, Tensor) and q_len == 1
         if is_data or q_offset + q_len != kv_offset + k_len:
-            if q_len == 1 and not (spread and _is_causal(facts)):
+            if q_len == 1 and not (spread and facts.is_causal):
                 return Keys(Dense(), size, _seen_by_one(facts, size, key_mask, q_offset, kv_offset, device))
             if isinstance(q_offset, Tensor) and is_tracing(q_offset):
                 raise InvalidInput("dilated attention needs a cache that is not static where generation is compiled")
@@ -181,7 +173,7 @@ def _translated(
             key_mask = None if key_mask is None else key_mask[:, :stop]
     if facts.chunk is None:
         return Keys(_pattern(facts, key_mask, spread), size, key_mask, stop, facts.documents)
-    if not _is_causal(facts) or facts.documents is not None:
+    if not facts.is_causal or facts.documents is not None:
         raise Unreadable("chunks that are not plainly causal")
     if q_len == 1:
         return Keys(Dense(), size, _seen_by_one(facts, size, key_mask, q_offset, kv_offset, device))
@@ -194,12 +186,8 @@ def _translated(
     return Keys(Dense(True), size, key_mask, stop, numbers.expand(size[0], -1))
 
 
-def _is_causal(facts: Facts) -> bool:
-    return facts.high == 0 and facts.low is None
-
-
 def _seen_by_one(
-    facts: Facts, size: tuple[int, int, int, int], key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any
+    facts: Facts, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any
 ) -> Tensor:
     """The key mask [batch, keys] of a single query. Raises Unreadable."""
     if facts.documents is not None:
@@ -220,8 +208,8 @@ def _seen_by_one(
 def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any) -> Pattern:
     """The pattern of these facts, made dilated by `spread` where it is causal. Raises Unreadable."""
     if facts.low is None and facts.high in (None, 0):
-        if not (spread and _is_causal(facts)):
-            return Dense(_is_causal(facts))
+        if not (spread and facts.is_causal):
+            return Dense(facts.is_causal)
         if key_mask is not None and not bool(key_mask[:, 0].all()):
             raise InvalidInput("segments are counted from the first token: pad on the right for dilated attention")
         return unmasked.dilated(spread)
@@ -267,9 +255,8 @@ def attention(
             raise InvalidInput(attention_mask.refusal)
         sizes, (q_len, k_len) = [x.shape[2] for x in (query, key, value)], attention_mask.shape[2:]
         if sizes != [q_len, k_len, k_len]:
-            raise InvalidInput(
-                f"the mask is for {[q_len, k_len]} queries and keys, the layer has {sizes} queries, keys and values"
-            )
+            what = f"the mask is for {[q_len, k_len]} queries and keys"
+            raise InvalidInput(f"{what}, the layer has {sizes} queries, keys and values")
         stop, pattern = attention_mask.stop, attention_mask.pattern
         key, value = key[:, :, :stop], value[:, :, :stop]
         more["bias"] = None if position_bias is None else position_bias[..., :stop]
@@ -288,10 +275,8 @@ def attention(
             pattern = unmasked.pattern_of(module, pattern, getattr(getattr(module, "config", None), NAME, None))
             more["documents"] = unmasked.documents_of(given.get("position_ids"), query.shape[2])
     elif "BlockMask" in vars(sys.modules[type(module).__module__]):
-        raise InvalidInput(
-            f"{type(module).__name__} makes a mask of its own, and leaves out those of transformers where they are "
-            "block masks, as attn_dispatch's are: use attn_implementation='sdpa' or 'eager'"
-        )
+        what = f"{type(module).__name__} makes a mask of its own, and leaves out block masks, as attn_dispatch's are"
+        raise InvalidInput(f"{what}: use attn_implementation='sdpa' or 'eager'")
     else:
         pattern, more = Dense(), more | _of_tensor(attention_mask, query, key, position_bias)
     if more.get("documents") is None:

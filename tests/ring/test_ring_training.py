@@ -1,4 +1,4 @@
-"""Sequences over many ranks with shards, checkpoints, DDP, FSDP and torch.compile."""
+"""Sequences over many ranks with shards, checkpoints and torch.compile."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import Sharded, attend, explain, shard, shard_positions, unshard, weights_of
@@ -186,82 +182,21 @@ def test_checkpoints(ranks: Ranks, order: str, layer: str) -> None:
     assert ranks.everywhere(checkpointed, order, layer, ranks=2) == [(True, True)] * 2
 
 
-# --- data parallelism -------------------------------------------------------------------------------------------------
+# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Attention with projections; over `mesh`, or, without one, by the formula in the parameters' dtype."""
+    """Attention with projections, over a mesh."""
 
-    def __init__(self, mesh: object = None) -> None:
+    def __init__(self, mesh: object) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.qkv, self.out, self.mesh = nn.Linear(8, 24), nn.Linear(8, 8), mesh
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).unbind(2)
-        if self.mesh is None:
-            found = formula(q, k, v, Dense(True))[0].to(x.dtype)
-        else:
-            found = attend(q, k, v, is_causal=True, mesh=self.mesh)
-        projected: Tensor = self.out(found.flatten(2))
+        projected: Tensor = self.out(attend(q, k, v, is_causal=True, mesh=self.mesh).flatten(2))
         return projected
-
-
-def batches() -> Tensor:
-    """[rows, tokens, 8], the same on every rank: one row for each index on the data axis."""
-    return torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(1))
-
-
-def exact() -> list[Tensor]:
-    """Gradients of the whole batch's loss, a sum over rows and tokens, in float64."""
-    model = Block().double()
-    model(batches().double()).square().sum().backward()
-    return [x.grad for x in model.parameters() if x.grad is not None]
-
-
-def trained(parallel: Callable[[Block, DeviceMesh], nn.Module]) -> bool:
-    """A job on 4 x 2 ranks: whether gradients are those of the whole batch.
-
-    The data axis averages them over its ranks; each rank of a sequence has those of its own tokens, to be summed.
-    """
-    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context"))
-    spread = Sharded(mesh["context"], "zigzag")
-    model = parallel(Block(spread), mesh["data"])
-    row = batches()[mesh["data"].get_local_rank()][None]
-    model(shard(row, spread)).square().sum().backward()
-    right = []
-    for parameter, expected in zip(model.parameters(), exact(), strict=True):
-        grad = parameter.grad
-        assert grad is not None
-        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        summed = full.clone()
-        dist.all_reduce(summed, group=mesh["context"].get_group())
-        right.append(close(4 * summed, expected))
-    return all(right)
-
-
-def with_ddp(model: Block, data: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model, process_group=data.get_group())
-
-
-def with_fsdp(model: Block, data: DeviceMesh) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard  # seconds, which every run would pay when it lists its tests
-
-    fully_shard(model, mesh=data)
-    return model
-
-
-on_cpu = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch's FSDP runs on no CPU: its streams lack events"
-)
-
-
-@pytest.mark.parametrize("parallel", [with_ddp, pytest.param(with_fsdp, marks=on_cpu)])
-def test_data_parallelism(ranks: Ranks, parallel: Callable[[Block, DeviceMesh], nn.Module]) -> None:
-    assert ranks.everywhere(trained, parallel) == [True] * 8
-
-
-# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def compiled() -> tuple[bool, bool]:
@@ -269,7 +204,7 @@ def compiled() -> tuple[bool, bool]:
     mesh = Sharded(ring_ranks.group(), "zigzag")
     plain = Block(mesh)
     fast = torch.compile(plain, backend="eager")
-    x = shard(batches(), mesh)
+    x = shard(torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(1)), mesh)
     out, same = plain(x), fast(x)
     grads, also = (torch.autograd.grad(y.square().sum(), list(plain.parameters())) for y in (out, same))
     return torch.equal(out, same), all(map(torch.equal, grads, also))
