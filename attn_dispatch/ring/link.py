@@ -29,6 +29,7 @@ from attn_dispatch.ring.engine.exchange import Transport, current_device, lost
 from attn_dispatch.text import one_line
 
 T = TypeVar("T")
+Runs = tuple[tuple[range, ...], ...]  #: by rank, the places of its tokens in a sequence
 
 TIMEOUT = timedelta(days=1)  #: time-out of the groups of `world`
 
@@ -316,18 +317,19 @@ def errors_sent(link: Link) -> Iterator[None]:
 
 
 class Gathered(torch.autograd.Function):
-    """x [..., tokens] of every rank as [..., all tokens]; `targets`: by rank int64, the places of its tokens.
+    """x [..., tokens] of every rank as [..., all tokens]; `runs`: by rank, the places of its tokens.
 
     The gradient of x is its part of this rank's gradient, or with `sums` of the sum of all ranks' gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, link: Link, targets: list[Tensor], sums: bool) -> Tensor:
-        ctx.link, ctx.targets, ctx.sums = link, targets, sums
-        lengths = tuple(map(len, targets))
+    def forward(ctx: Any, x: Tensor, link: Link, runs: Runs, sums: bool) -> Tensor:
+        ctx.link, ctx.runs, ctx.sums = link, runs, sums
+        lengths = tuple(sum(map(len, own)) for own in runs)
         whole = x.new_empty(*x.shape[:-1], sum(lengths))
-        for part, target in zip(link.all_gather_ragged(x.contiguous(), lengths), targets):
-            whole[..., target.to(x.device)] = part
+        for part, own in zip(link.all_gather_ragged(x.contiguous(), lengths), runs):
+            for run, some in zip(own, torch.split(part, list(map(len, own)), -1)):
+                whole[..., run.start : run.stop] = some  # by slices: indices would be copied to a GPU
         return whole
 
     @staticmethod
@@ -335,12 +337,13 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         total = ctx.link.all_reduce(grad.to(sum_dtype(grad.dtype))) if ctx.sums else grad
-        return total[..., ctx.targets[ctx.link.rank].to(grad.device)].to(grad.dtype), None, None, None
+        own = torch.cat([total[..., run.start : run.stop] for run in ctx.runs[ctx.link.rank]], -1)
+        return own.to(grad.dtype), None, None, None
 
 
-def gathered(x: Tensor, link: Link, targets: list[Tensor], axis: int, *, sums: bool) -> Tensor:
+def gathered(x: Tensor, link: Link, runs: Runs, axis: int, *, sums: bool) -> Tensor:
     """All ranks' tokens along an axis of x, in new memory; a collective. See `Gathered`."""
-    found: Tensor = Gathered.apply(x.movedim(axis, -1), link, targets, sums)  # type: ignore[no-untyped-call]
+    found: Tensor = Gathered.apply(x.movedim(axis, -1), link, runs, sums)  # type: ignore[no-untyped-call]
     return found.movedim(-1, axis)
 
 

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.ring.link import Link, agree, errors_sent, gathered
+from attn_dispatch.ring.link import Link, Runs, agree, errors_sent, gathered
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import positions_of
+from attn_dispatch.ring.rows.traffic import tokens_of
 from attn_dispatch.ring.sharded_problem import NAME, equal_on_ranks, local_problem
 from attn_dispatch.ring.shards import spread_of
 from attn_dispatch.spec.orders import GATHER
@@ -106,9 +105,9 @@ class _Rows:
         out: Any = torch.cat([torch.cat([each[0] if with_lse else each for each in row], 1) for row in rows])
         lse = torch.cat([torch.cat([lse for _, lse in row], 2) for row in rows]) if with_lse else None
         if self.gathered is not None and self.gathered[0].requires_grad:
-            # Every rank takes part in the sum of gradients, whatever its queries see.
-            tied: Any = _Tied.apply
-            out, lse = (None if x is None else tied(x, *self.gathered[:2]) for x in (out, lse))
+            # Every rank takes part in the sum of gradients, whatever its queries see: by a sum of nothing, which is 0.
+            nothing = self.gathered[0][:, :0].sum() + self.gathered[1][:, :0].sum()
+            out, lse = (None if x is None else x + nothing.to(x.dtype) for x in (out, lse))
         return self.call.returned(out, lse)
 
 
@@ -176,13 +175,13 @@ class _Beyond:
     Args:
         positions: int64 [keys], rising.
         local: for this rank int64, which of its tokens these are.
-        targets: by rank int64, which of the keys are its tokens.
+        runs: by rank, which of the keys are its tokens.
     """
 
     link: Link
     positions: Tensor
     local: Tensor
-    targets: list[Tensor]
+    runs: Runs
 
     @classmethod
     def of(cls, link: Link, shards: Layout, every: Iterable[Piece]) -> _Beyond:
@@ -190,10 +189,10 @@ class _Beyond:
         for piece in every:
             if piece.pattern is not None:
                 wanted[piece.first : piece.end] = True
-        place = wanted.cumsum(0) - 1
-        held = [positions_of(shards, rank) for rank in range(link.size)]
-        local = wanted[held[link.rank]].nonzero().flatten()
-        return cls(link, wanted.nonzero().flatten(), local, [place[each[wanted[each]]] for each in held])
+        before = torch.nn.functional.pad(wanted.cumsum(0), (1, 0))
+        runs = tuple(tuple(range(int(before[x.start]), int(before[x.stop])) for x in own) for own in shards.chunks)
+        local = tokens_of(wanted, shards, link.rank, 0).nonzero().flatten()
+        return cls(link, wanted.nonzero().flatten(), local, runs)
 
     def places(self, piece: Piece) -> slice:
         """Where the keys of a piece stand among these."""
@@ -204,7 +203,7 @@ class _Beyond:
         """These tokens of k, v and the mask [batch, keys, ...]; gradients go to the ranks that hold them."""
 
         def everywhere(x: Tensor) -> Tensor:
-            return gathered(x, self.link, self.targets, 1, sums=True)
+            return gathered(x, self.link, self.runs, 1, sums=True)
 
         local = self.local.to(k.device)
         both = everywhere(torch.cat([x.index_select(1, local) for x in (k, v)], -1))
@@ -215,20 +214,6 @@ class _Beyond:
         """Tensors as `keys` returns, without values or communication."""
         k, v = (x.new_empty(1).expand(len(x), len(self.positions), *x.shape[2:]) for x in (k, v))
         return k, v, None if key_mask is None else key_mask.new_ones(len(key_mask), len(self.positions))
-
-
-class _Tied(torch.autograd.Function):
-    """out, whose backward pass also reaches the gathered keys and values, with zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *gathered: Tensor) -> Tensor:
-        ctx.like = [(x.shape, x.dtype, x.device) for x in gathered]
-        return out.view_as(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grads[0], *(torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in ctx.like)
 
 
 def _digest(ids: Any) -> Any:

@@ -14,9 +14,9 @@ from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import with_positive_scale
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import steps_of
-from attn_dispatch.ring.link import Link
+from attn_dispatch.ring.link import Link, gathered
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import put_tokens, tokens_of, traffic_of
+from attn_dispatch.ring.rows.traffic import tokens_of, traffic_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call, Problem
@@ -105,9 +105,11 @@ class ShardedProblem:
         """
         if exchange != LOCAL:
             self.link.connect(self.problem.device)
-        whole_mask = None if key_mask is None else self._whole(key_mask)
+        mask = key_mask
+        if mask is not None:
+            mask = gathered(mask.to(torch.uint8), self.link, self.layout.chunks, 1, sums=False).bool()
         q, problem = with_positive_scale(q, self.problem)
-        ring = self._call(exchange, problem, seq_lens, whole_mask)
+        ring = self._call(exchange, problem, seq_lens, mask)
         call = self._hidden(ring).around(ring)
         if problem.needs_grad:
             return differentiable(q, k, v, call)
@@ -133,11 +135,3 @@ class ShardedProblem:
         whole = Hidden.of(call.problem, {} if call.seen is None else {"key_mask": call.seen})
         keys = None if whole.keys is None else tokens_of(whole.keys, self.layout, self.link.rank)
         return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])
-
-    def _whole(self, key_mask: Tensor) -> Tensor:
-        """Gather key_mask from all ranks, [batch, tokens of the whole sequence]; a collective."""
-        parts = self.link.all_gather_ragged(key_mask.to(torch.uint8), self.layout.lengths)
-        whole = key_mask.new_empty(key_mask.shape[0], self.layout.tokens)
-        for rank, part in enumerate(parts):
-            put_tokens(whole, part.bool(), self.layout, rank)
-        return whole

@@ -101,8 +101,7 @@ def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
     shape = [None if at == axis else size for at, size in enumerate(x.shape)]
     arguments = {"shape": shape, "dtype": str(x.dtype), "device": x.device.type, "shards": spread.kind}
     layout = Layout(agree(link, arguments, x.shape[axis], 0).lengths, spread.kind)
-    targets = [positions_of(layout, rank) for rank in range(link.size)]
-    return gathered(x, link, targets, axis, sums=False).contiguous()
+    return gathered(x, link, layout.chunks, axis, sums=False).contiguous()
 
 
 def shard_positions(length: int, mesh: object) -> Tensor:

@@ -97,12 +97,6 @@ def tokens_of(x: Tensor, layout: Layout, rank: int, dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def put_tokens(whole: Tensor, tokens: Tensor, layout: Layout, rank: int) -> None:
-    """Write a rank's tokens [batch, tokens, ...] to their places in a tensor of the whole sequence."""
-    for chunk, part in zip(layout.chunks[rank], torch.split(tokens, [len(chunk) for chunk in layout.chunks[rank]], 1)):
-        whole[:, chunk.start : chunk.stop] = part
-
-
 def _rows(
     pattern: Pattern, layout: Layout, kind: Kind, receiver: int, senders: Iterable[int]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
