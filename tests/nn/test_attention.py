@@ -226,37 +226,27 @@ def test_what_asks_for_nothing_is_taken() -> None:
     assert all(getattr(module, name) == getattr(theirs, name) for name in ("embed_dim", "num_heads", "head_dim"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"need_weights": True}, "need_weights must be False"),
-        (
-            {"key_padding_mask": torch.zeros(2, 8, dtype=torch.int64)},
-            r"must be bool or floating point \[batch, k_len\] \[2, 8\], .* got torch.int64 \[2, 8\]",
-        ),
-        ({"key_padding_mask": torch.zeros(2, 7).bool()}, r"got torch.bool \[2, 7\]"),
-        ({"attn_mask": torch.zeros(2, 8, 8)}, r"attn_mask must be .*\[8, 8, 8\], got \[2, 8, 8\]"),
-        ({"key": torch.zeros(2, 8, 16)}, r"key must be \[batch, len, embed_dim\] with embed_dim 32, got \[2, 8, 16\]"),
-        ({"positions": torch.arange(8)}, "positions need rotary_base"),
-        ({"cache": KVCache()}, r"cache needs causal Dense, Dilated or Window, got Dense\(\)"),
-        ({"cache": KVCache(), "is_causal": True, "key": torch.zeros(2, 8, DIM)}, "cache is for self-attention"),
-    ],
-)
-def test_calls_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+ROTARY: dict[str, Any] = {"rotary_base": 1e4}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"need_weights": True}, "need_weights must be False"),
+    ({}, {"key_padding_mask": torch.zeros(2, 8, dtype=torch.int64)}, r"\[2, 8\], .* got torch.int64 \[2, 8\]"),
+    ({}, {"key_padding_mask": torch.zeros(2, 7).bool()}, r"must be bool or floating .* got torch.bool \[2, 7\]"),
+    ({}, {"attn_mask": torch.zeros(2, 8, 8)}, r"attn_mask must be .*\[8, 8, 8\], got \[2, 8, 8\]"),
+    ({}, {"key": torch.zeros(2, 8, 16)}, r"key must be \[batch, len, embed_dim\] with embed_dim 32, got \[2, 8, 16\]"),
+    ({}, {"positions": torch.arange(8)}, "positions need rotary_base"),
+    ({}, {"cache": KVCache()}, r"cache needs causal Dense, Dilated or Window, got Dense\(\)"),
+    ({}, {"cache": KVCache(), "is_causal": True, "key": torch.zeros(2, 8, DIM)}, "cache is for self-attention"),
+    (ROTARY, {"key": torch.zeros(2, 6, DIM)}, "query and key of one length, got 8 and 6"),
+    (ROTARY, {"positions": torch.arange(8.0)}, r"positions must be integers .* got torch.float32 \[8\]"),
+    ({"pattern": Window(3, 3)}, {"is_causal": True}, "is_causal needs a module made without pattern, which is Window"),
+    ({"batch_first": False}, {"query": torch.zeros(8, DIM)}, r"query must be \[len, batch, embed_dim\]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "arguments", "message"), REFUSED)
+def test_calls_that_cannot_be(fields: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        MultiheadAttention(DIM, HEADS)(drawn(2, 8, DIM), **arguments)
-
-
-def test_calls_that_cannot_be_with_fields() -> None:
-    rotary = MultiheadAttention(DIM, HEADS, rotary_base=1e4)
-    with pytest.raises(InvalidInput, match="query and key of one length, got 8 and 6"):
-        rotary(drawn(2, 8, DIM), drawn(2, 6, DIM))
-    with pytest.raises(InvalidInput, match=r"positions must be integers .* got torch.float32 \[8\]"):
-        rotary(drawn(2, 8, DIM), positions=torch.arange(8.0))
-    with pytest.raises(InvalidInput, match=r"is_causal needs a module made without pattern, which is Window"):
-        MultiheadAttention(DIM, HEADS, pattern=Window(3, 3))(drawn(2, 8, DIM), is_causal=True)
-    with pytest.raises(InvalidInput, match=r"query must be \[len, batch, embed_dim\]"):
-        MultiheadAttention(DIM, HEADS, batch_first=False)(drawn(8, DIM))
+        MultiheadAttention(DIM, HEADS, **fields)(**{"query": drawn(2, 8, DIM), **arguments})
 
 
 @pytest.mark.parametrize("training", [True, False])
