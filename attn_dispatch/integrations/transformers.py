@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from attn_dispatch.compat.sdpa import mask_arguments
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import unmasked
@@ -249,6 +250,7 @@ def attention(
         common = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **common)
         return found
+    query = query.expand(len(key), -1, -1, -1) if len(query) == 1 else query  # learned queries
     more: dict[str, Any] = {"softcap": softcap, "sink": s_aux, "bias": position_bias, "dropout_p": dropout}
     if isinstance(attention_mask, Keys):
         if attention_mask.refusal is not None:
@@ -278,27 +280,17 @@ def attention(
         what = f"{type(module).__name__} makes a mask of its own, and leaves out block masks, as attn_dispatch's are"
         raise InvalidInput(f"{what}: use attn_implementation='sdpa' or 'eager'")
     else:
-        pattern, more = Dense(), more | _of_tensor(attention_mask, query, key, position_bias)
+        if attention_mask.ndim != 4:
+            got = list(attention_mask.shape)
+            raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {got}")
+        pattern, more = Dense(), more | mask_arguments(attention_mask, key.shape[:1], query, key)
+        if position_bias is not None and more["bias"] is not position_bias:
+            more["bias"] = more["bias"] + position_bias
     if more.get("documents") is None:
         more |= _documents(given)
     more |= unmasked.heads_of(module, query.shape[1], pattern)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    q = q.expand(k.shape[0], -1, -1, -1) if q.shape[0] == 1 else q  # learned queries
     return attend(q, k, v, pattern, scale=scaling, **more), None
-
-
-def _of_tensor(attention_mask: Tensor, query: Tensor, key: Tensor, position_bias: Tensor | None) -> dict[str, Tensor]:
-    """A mask [batch or 1, heads or 1, q_len or 1, k_len] of bools, True where keys are seen, or added to scores."""
-    if attention_mask.ndim != 4:
-        shape = list(attention_mask.shape)
-        raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {shape}")
-    if attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1) and position_bias is None:
-        key_mask = attention_mask[:, 0, 0]
-        return {"key_mask": key_mask.expand(key.shape[0], -1) if len(key_mask) == 1 else key_mask}
-    bias = attention_mask.expand(-1, -1, query.shape[2], -1) if attention_mask.shape[2] == 1 else attention_mask
-    if bias.dtype == torch.bool:
-        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
-    return {"bias": bias if position_bias is None else bias + position_bias}
 
 
 def _documents(given: dict[str, Any]) -> dict[str, Tensor]:

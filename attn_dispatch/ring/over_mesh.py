@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_dispatch.decisions.call import Rewritten, notify, observed, only
 from attn_dispatch.decisions.decide import drop_oldest
@@ -26,7 +26,7 @@ from attn_dispatch.settings import budget_ms, expected_calls, mode
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
-from attn_dispatch.spec.tensors import check_seq_lens_values
+from attn_dispatch.spec.tensors import check_seq_lens, check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 
 MAX_DECISIONS = 256  #: remembered for each link
@@ -112,10 +112,7 @@ def _checked(call: Call, kind: str) -> MeshCall:
     if call.order is not None and call.order not in EXCHANGES:
         allowed = ", ".join(map(repr, EXCHANGES))
         raise InvalidInput(f"order must be None or one of {allowed} over a mesh, got {call.order!r}")
-    if seq_lens is not None and (not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64)):
-        raise InvalidInput(f"seq_lens must be an int32 or int64 tensor, got {type(seq_lens).__name__}")
-    if seq_lens is not None and (list(seq_lens.shape) != [local.batch] or seq_lens.device != call.q.device):
-        raise InvalidInput(f"seq_lens must have shape [{local.batch}] on {call.q.device}, got {list(seq_lens.shape)}")
+    check_seq_lens(seq_lens, local.batch, sys.maxsize, sys.maxsize, call.q.device)  # of all ranks' tokens
     return MeshCall(call, replace(local, has_seq_lens=seq_lens is not None), chosen, kind, _settings())
 
 

@@ -98,7 +98,7 @@ def test_different_budgets_are_refused(ranks: Ranks) -> None:
         ({"order": "hilbert"}, "order must be None or one of"),
         ({"backend": "sdpa"}, "backend must be None or 'ring' over a mesh, got 'sdpa'"),
         ({"seq_lens": [3, 4]}, "seq_lens must be an int32 or int64 tensor, got list"),
-        ({"seq_lens": torch.tensor([3])}, "seq_lens must have shape [2]"),
+        ({"seq_lens": torch.tensor([3])}, "seq_lens must have shape [batch] = [2]"),
         ({"key_mask": torch.ones(2, 36, dtype=torch.bool)}, "key_mask must"),
         ({"dropout_p": 2.0}, "dropout_p must"),
         ({"settings": {"ATTN_DISPATCH_MODE": "fast"}}, "$ATTN_DISPATCH_MODE must be one of"),
