@@ -307,12 +307,8 @@ def in_fsdp(checkpointed: bool) -> tuple[float, float]:
     for layer in (*model.model.layers, model):
         fsdp.fully_shard(layer, mesh=mesh_of_ranks())
     logits, grads = logits_and_grads(model, ids)
-    whole_grads = [x.full_tensor() for x in map(as_any, grads)]  # the mean over ranks, of the same batch
-    return worst([logits], [expected]), worst(whole_grads, exact_grads)
-
-
-def as_any(x: Any) -> Any:
-    return x
+    sharded: list[Any] = list(grads)  # the mean over ranks, of the same batch
+    return worst([logits], [expected]), worst([x.full_tensor() for x in sharded], exact_grads)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
