@@ -23,6 +23,7 @@ from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
 from attn_dispatch.ring.sharded_problem import ShardedProblem
+from attn_dispatch.ring.trial import Trial
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.checks import real, reals
 from attn_dispatch.spec.problem import Problem
@@ -273,8 +274,6 @@ def _measure_sharded(problem: Problem, link: Link, kind: str, budget_s: float | 
     if problem.has_seq_lens:
         masks["seq_lens"] = torch.full((problem.batch,), problem.q_len, device=problem.device)
     budget_ms = None if budget_s is None else budget_s * 1e3
-    return Explanation.of(
-        group_decision.decide_together(
-            ShardedProblem(problem, layout, link), (own.q, own.k, own.v), masks, None, force=force, budget_ms=budget_ms
-        )
-    )
+    sharded = ShardedProblem(problem, layout, link)
+    measure = Trial(sharded, (own.q, own.k, own.v), masks).rows
+    return Explanation.of(group_decision.decide_together(sharded, measure, None, force=force, budget_ms=budget_ms))

@@ -75,11 +75,11 @@ def over_mesh(call: Call) -> Rewritten | None:
     if call.mesh is None:
         return None
     _refuse_graphs(*call.qkv)
-    from attn_dispatch.ring import over_mesh, packed_rows  # loads torch.distributed
+    from attn_dispatch.ring import over_mesh, packed_rows, shards  # loads torch.distributed
 
     if call.packs:
         packing.check_alone(call)
-        if over_mesh.spread_over(call.mesh)[0].size > 1:
+        if shards.spread_of(call.mesh)[0].size > 1:
             return packed_rows.rows_over_mesh(call, lambda batch, n: packing.lengths_of(call, batch, n, n))
     return over_mesh.over_mesh(call)
 

@@ -82,12 +82,9 @@ def asks_for_attention(model: type) -> bool:
 def _message(models: list[type], name: str) -> str:
     names = " and ".join(sorted({model.__name__ for model in models}))
     if all(map(asks_for_attention, models)):
-        return (
-            f"transformers does not let {names} change the attention implementation later: "
-            f"load the model with attn_implementation={name!r}"
-        )
+        return f"{names} cannot change it later: load the model with attn_implementation={name!r}"
     return (
-        f"{names} would ignore attn_implementation={name!r}: the attention layers there do not ask transformers' "
+        f"{names} would ignore attn_implementation={name!r}, as the attention layers do not ask transformers' "
         "AttentionInterface. Call the model under attn_dispatch.replacing_sdpa(), if it calls PyTorch's function; "
         f"or name parts that have the interface: set_attn_implementation({{'text_config': {name!r}}})"
     )

@@ -29,11 +29,12 @@ from attn_dispatch.integrations import diffusers_grids as grids
 from attn_dispatch.integrations.diffusers_grids import NAME, GridMask, dispatch
 from attn_dispatch.integrations.diffusers_grids import neighborhood as neighborhood  # public here
 from attn_dispatch.log import say_once
-from attn_dispatch.spec.pattern import Dense, Pattern
+from attn_dispatch.spec.pattern import Dense
 
 # By name: type checkers need not find the library.
 modeling: Any = import_module("diffusers.models.modeling_utils")
 
+_AMBIGUOUS = "attn_mask {} may be {}: give it four axes, broadcastable to [batch, heads, q_len, k_len]"
 ASKING = "dispatch_attention_fn"  #: the function by which diffusers' processors ask for a backend
 
 
@@ -50,8 +51,6 @@ def register() -> None:
     if NAME not in names._value2member_map_:
         _open(names)
     member, registry = names(NAME), dispatch._AttentionBackendRegistry
-    # Unpickled where this module was not imported yet, a processor's backend imports it.
-    member.__reduce_ex__ = lambda protocol: (_member, ())
     registry.register(member, supports_context_parallel=True)(attention)
     registry._supported_arg_names[member] = _AnyArgument(registry._supported_arg_names[member])
     given = modeling.ModelMixin.set_attention_backend
@@ -67,10 +66,6 @@ def _open(names: Any) -> None:
     names._member_names_.append(member._name_)
     names._member_map_[member._name_] = names._value2member_map_[NAME] = member
     getattr(names, "_hashable_values_", []).append(NAME)  # what Python 3.13 looks values up in
-
-
-def _member() -> Any:
-    return dispatch.AttentionBackendName(NAME)
 
 
 def _checked(original: Callable[..., None]) -> Callable[..., None]:
@@ -153,9 +148,7 @@ def attention(
     more: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "return_lse": return_lse}
     context = getattr(_parallel_config, "context_parallel_config", None)
     if context is not None and is_causal:
-        raise InvalidInput(
-            "is_causal cannot be given with context parallelism: ranks' tokens may stand in another order"
-        )
+        raise InvalidInput("is_causal cannot be given with context parallelism: tokens may stand in another order")
     if context is not None:
         return _over_ranks(context, query, key, value, near, more)
     return _alone(query, key, value, near, is_causal, more)
@@ -175,17 +168,12 @@ def _over_ranks(context: Any, q: Tensor, k: Tensor, v: Tensor, near: GridMask, m
     mesh, mask, k_len = context._flattened_mesh, near.mask, k.shape[1]
     if q.shape[1] == k_len:
         if isinstance(mask, Tensor) and mask.shape[-1] not in (1, k_len):
-            raise InvalidInput(
-                f"attn_mask is for {mask.shape[-1]} keys, this rank has {k_len}: with context parallelism it must be "
-                "of the rank's own"
-            )
-        pattern: Pattern = near.pattern or Dense()
-        return attend(q, k, v, pattern, mesh=mesh, **more, **_masks(mask, q, k))
+            whose = "with context parallelism it must be of the rank's own"
+            raise InvalidInput(f"attn_mask is for {mask.shape[-1]} keys, this rank has {k_len}: {whose}")
+        return attend(q, k, v, near.pattern or Dense(), mesh=mesh, **more, **_masks(mask, q, k))
     if getattr(context, "ulysses_anything", False) or getattr(context, "ring_anything", False):
-        raise InvalidInput(
-            f"cross-attention of {q.shape[1]} queries to {k_len} keys on a rank cannot run with ulysses_anything or "
-            "ring_anything"
-        )
+        what = f"cross-attention of {q.shape[1]} queries to {k_len} keys on a rank"
+        raise InvalidInput(f"{what} cannot run with ulysses_anything or ring_anything")
     # The keys of a cross-attention are few: every rank takes all of them.
     whole = [_gathered(x, 1, mesh) for x in (k, v)]
     if isinstance(mask, Tensor) and mask.shape[-1] == k_len:
@@ -210,16 +198,10 @@ def _masks(mask: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
     batch, q_len, k_len = q.shape[0], q.shape[1], k.shape[1]
     if mask.ndim == 2 and mask.shape == (batch, k_len) and batch > 1:
         if batch == q_len:
-            raise InvalidInput(
-                f"attn_mask {list(mask.shape)} may be [batch, k_len] or [q_len, k_len]: give it four axes, "
-                "[batch, 1, 1, k_len] or [1, 1, q_len, k_len]"
-            )
+            raise InvalidInput(_AMBIGUOUS.format(list(mask.shape), "[batch, k_len] or [q_len, k_len]"))
         mask = mask[:, None, None]
     if mask.ndim == 3 and mask.shape[0] > 1:
-        raise InvalidInput(
-            f"attn_mask {list(mask.shape)} may be of rows or of heads: give it four axes, broadcastable to "
-            f"{[batch, q.shape[2], q_len, k_len]}"
-        )
+        raise InvalidInput(_AMBIGUOUS.format(list(mask.shape), "of rows or of heads"))
     if mask.is_floating_point() and math.prod(mask.shape[-3:-1]) == 1 and _may_be_read(mask):  # about keys alone
         hidden = mask == -torch.inf
         if bool((hidden | (mask == 0)).all()):

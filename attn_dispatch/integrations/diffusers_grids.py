@@ -6,6 +6,7 @@ GridMask in its place, which says what the tokens are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -19,7 +20,7 @@ from torch import Tensor
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations.libraries import library
-from attn_dispatch.spec.pattern import Dense, Neighborhood
+from attn_dispatch.spec.pattern import Dense, Neighborhood, Pattern
 
 library("diffusers", "0.36")
 # By name: type checkers need not find the library.
@@ -43,14 +44,11 @@ class GridMask(NamedTuple):
     mask: Any
 
 
-class _Setting:
+class _Setting(NamedTuple):
     """A neighborhood() that is entered. `lengths`: of sequences known to be text and then the grid."""
 
-    def __init__(self, pattern: Neighborhood) -> None:
-        self.pattern, self.lengths = pattern, set[int]()
-        self.tokens = 1
-        for size in pattern.grid:
-            self.tokens *= size
+    pattern: Neighborhood
+    lengths: set[int]
 
 
 _entered: _Setting | None = None
@@ -78,7 +76,7 @@ def neighborhood(grid: Any, window: Any, **more: Any) -> Iterator[None]:
             not known, or it does not use the backend `attn_dispatch`.
     """
     global _entered
-    setting = _Setting(Neighborhood(grid, window, **more))
+    setting = _Setting(Neighborhood(grid, window, **more), set())
     _replace_processors()
     before, _entered = _entered, setting
     try:
@@ -114,16 +112,16 @@ def attend_with_text(q: Tensor, k: Tensor, v: Tensor, near: GridMask, more: dict
         raise InvalidInput("inside neighborhood(), attn_mask beside text must be about keys alone")
     with_lse = more.pop("return_lse")
     mask = more.pop("key_mask", None)
-    masks: list[dict[str, Any]] = [{}, {}, {}]
-    if mask is not None:
-        masks = [{"key_mask": each} for each in (mask, mask[:, near.text :], mask[:, : near.text])]
-    (text_q, grid_q), (text_k, grid_k), (text_v, grid_v) = ((x[:, : near.text], x[:, near.text :]) for x in (q, k, v))
-    text = attend(text_q, k, v, Dense(), return_lse=True, **masks[0], **more)
-    neighbors = attend(grid_q, grid_k, grid_v, near.pattern, return_lse=True, **masks[1], **more)
-    beside = attend(grid_q, text_k, text_v, Dense(), return_lse=True, **masks[2], **more)
-    rest = _merged(*neighbors, *beside)
-    out = torch.cat([text[0], rest[0]], 1)
-    return (out, torch.cat([text[1], rest[1]], 2)) if with_lse else out
+    text, grid, every = slice(near.text), slice(near.text, None), slice(None)
+
+    def seen(queries: slice, keys: slice, pattern: Pattern) -> Any:
+        key_mask = None if mask is None else mask[:, keys]
+        return attend(q[:, queries], k[:, keys], v[:, keys], pattern, key_mask=key_mask, return_lse=True, **more)
+
+    of_text = seen(text, every, Dense())
+    rest = _merged(*seen(grid, grid, near.pattern or Dense()), *seen(grid, text, Dense()))
+    out = torch.cat([of_text[0], rest[0]], 1)
+    return (out, torch.cat([of_text[1], rest[1]], 2)) if with_lse else out
 
 
 def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,15 +133,11 @@ def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple
 
     Source: Milakov & Gimelshein 2018, online softmax.
     """
-    # Results do not depend on what is subtracted. With -inf twice it is 0, so that no NaN arises.
-    most = torch.maximum(lse_a, lse_b).detach()
-    most = most.masked_fill(most == -torch.inf, 0.0)
-    a, b = (lse_a - most).exp(), (lse_b - most).exp()
-    total = a + b
-    empty = total == 0
-    share_a, share_b = ((x / total.masked_fill(empty, 1.0)).transpose(1, 2)[..., None] for x in (a, b))
-    lse = total.masked_fill(empty, 1.0).log().masked_fill(empty, -torch.inf) + most
-    return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse
+    empty = (lse_a == -torch.inf) & (lse_b == -torch.inf)
+    a, b = (x.masked_fill(empty, 0.0) for x in (lse_a, lse_b))  # so that no NaN arises
+    lse = torch.logaddexp(a, b)
+    share_a, share_b = ((x - lse).exp().transpose(1, 2)[..., None] for x in (a, b))
+    return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse.masked_fill(empty, -torch.inf)
 
 
 def _of_wan(setting: _Setting, processor: Any, tokens: int, text: int | None, mask: Any) -> GridMask:
@@ -152,21 +146,17 @@ def _of_wan(setting: _Setting, processor: Any, tokens: int, text: int | None, ma
 
 def _of_flux(setting: _Setting, processor: Any, tokens: int, text: int | None, mask: Any) -> GridMask:
     if getattr(processor._parallel_config, "context_parallel_config", None) is not None:
-        raise InvalidInput(
-            "neighborhood() of Flux, whose image stands beside text, cannot run with context parallelism"
-        )
+        raise InvalidInput("neighborhood() of Flux, with text beside the image, cannot run with context parallelism")
+    held = math.prod(setting.pattern.grid)
     if text is not None:
-        if tokens != setting.tokens:
-            raise InvalidInput(f"the grid {setting.pattern.grid} holds {setting.tokens} tokens, Flux has {tokens}")
-        if text + tokens not in setting.lengths:
-            setting.lengths.add(text + tokens)
+        if tokens != held:
+            raise InvalidInput(f"the grid {setting.pattern.grid} holds {held} tokens, Flux has {tokens}")
+        setting.lengths.add(text + tokens)
     elif tokens in setting.lengths:
-        text = tokens - setting.tokens
+        text = tokens - held
     else:
-        raise InvalidInput(
-            f"a single block of Flux has {tokens} tokens, and no double block before it said how many are text: "
-            f"double blocks inside this neighborhood() had {sorted(setting.lengths)}"
-        )
+        what = "and no double block before it said how many are text"
+        raise InvalidInput(f"a single block of Flux has {tokens} tokens, {what}")
     return GridMask(setting.pattern, text, mask)
 
 
@@ -216,9 +206,8 @@ def _told(original: Any, described: Described) -> Any:
 def _check_backend(processor: Any) -> None:
     used = processor._attention_backend or dispatch._AttentionBackendRegistry._active_backend
     if used != NAME:
-        raise InvalidInput(
-            f'neighborhood() needs model.set_attention_backend("{NAME}"), but {type(processor).__name__} uses {used!s}'
-        )
+        needs = f'neighborhood() needs model.set_attention_backend("{NAME}")'
+        raise InvalidInput(f"{needs}, but {type(processor).__name__} uses {used!s}")
 
 
 def _check_recomputed(processor: Any, pattern: Neighborhood | None) -> None:
@@ -226,7 +215,5 @@ def _check_recomputed(processor: Any, pattern: Neighborhood | None) -> None:
     if torch._C._current_graph_task_id() == -1:
         _last[processor] = pattern
     elif _last.get(processor) != pattern:
-        raise InvalidInput(
-            f"a forward pass with {_last.get(processor)} is recomputed in the backward pass with {pattern}: "
-            "run backward() inside the same neighborhood()"
-        )
+        both = f"a forward pass with {_last.get(processor)} is recomputed in the backward pass with {pattern}"
+        raise InvalidInput(f"{both}: run backward() inside the same neighborhood()")

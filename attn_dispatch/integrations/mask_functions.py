@@ -32,6 +32,10 @@ class Facts(NamedTuple):
     chunk: tuple[int, Any] | None = None
     within: bool = False
 
+    @property
+    def is_causal(self) -> bool:
+        return self.high == 0 and self.low is None
+
     def joined(self, other: Facts) -> Facts:
         """All of both. Raises Unreadable."""
         if (self.documents is not None and other.documents is not None) or (self.chunk and other.chunk):

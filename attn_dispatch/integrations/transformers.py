@@ -13,6 +13,7 @@ causal attention become `Dilated`.
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from attn_dispatch.compat.sdpa import mask_arguments
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import unmasked
@@ -36,6 +38,8 @@ masking_utils: Any = import_module("transformers.masking_utils")
 sdpa_attention_forward: Any = import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
 is_tracing: Any = import_module("transformers.utils.import_utils").is_tracing
 
+Size = tuple[int, int, int, int]  #: [batch, 1, q_len, k_len] of a mask
+
 NAME = "attn_dispatch"
 #: Keywords of an attention function that change no result, or whose meaning the mask has already.
 WITHOUT_EFFECT = frozenset(
@@ -50,6 +54,7 @@ WITHOUT_EFFECT = frozenset(
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
+@dataclass(eq=False, repr=False)
 class Keys(BlockMask):
     """What a mask means, as it reaches the layers. A BlockMask, for transformers hands on tensors and those alone.
 
@@ -60,33 +65,27 @@ class Keys(BlockMask):
         stop: keys from here on are not written yet; None: all are.
         documents: ids [batch, len], or None.
         refusal: why no layer can use it: some models make masks that none of their layers uses.
+        is_checked: whether positions were compared with it.
     """
 
-    def __init__(
-        self,
-        pattern: Pattern,
-        size: tuple[int, int, int, int],
-        key_mask: Tensor | None = None,
-        stop: int | None = None,
-        documents: Tensor | None = None,
-        refusal: str | None = None,
-    ) -> None:
-        self.pattern, self.size, self.key_mask, self.stop, self.documents = pattern, size, key_mask, stop, documents
-        self.refusal = refusal
-        self.is_checked = False  #: whether positions were compared with it
+    pattern: Pattern
+    size: Size
+    key_mask: Tensor | None = None
+    stop: int | None = None
+    documents: Tensor | None = None
+    refusal: str | None = None
+    is_checked: bool = False
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> Size:
         return self.size
 
     def contiguous(self) -> Keys:  # generate() calls it
         return self
 
     def to(self, device: Any, non_blocking: bool = False) -> Keys:  # accelerate's hooks call it
-        masks = [
-            None if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.documents)
-        ]
-        return Keys(self.pattern, self.size, masks[0], self.stop, masks[1], self.refusal)
+        masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.documents))
+        return replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Keys:
         """The mask of the last queries, `[:, :, -n:, :]`, of all for 0: Gemma 4 drops the others while it generates."""
@@ -94,14 +93,11 @@ class Keys(BlockMask):
         if not isinstance(at, slice) or index != (whole, whole, slice(at.start, None), whole) or (at.start or 0) > 0:
             self._refuse()
         q_len = min(-at.start, self.size[2]) if at.start else self.size[2]
-        size = (*self.size[:2], q_len, self.size[3])
-        return Keys(self.pattern, size, self.key_mask, self.stop, self.documents, self.refusal)
+        return replace(self, size=(*self.size[:2], q_len, self.size[3]))
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise InvalidInput(
-            "the model computes with its mask, which attn_dispatch does not build: "
-            "use attn_implementation='sdpa' or 'eager'"
-        )
+        what = "the model computes with its mask, which attn_dispatch does not build"
+        raise InvalidInput(f"{what}: use attn_implementation='sdpa' or 'eager'")
 
     __add__ = __radd__ = __and__ = __rand__ = __invert__ = _refuse
 
@@ -146,11 +142,9 @@ def mask(
     except Unreadable as error:
         if not fallback:
             name = getattr(mask_function, "__qualname__", repr(mask_function))
-            refusal = (
-                f"the mask {name} is none of causal, window, chunks, padding and packed rows ({error}); "
-                "attn_dispatch.integrations.transformers.register(fallback=True) hands such to PyTorch's attention"
-            )
-            return Keys(Dense(), size, refusal=refusal)
+            what = f"the mask {name} is none of causal, window, chunks, padding and packed rows ({error})"
+            how = f"{__name__}.register(fallback=True) hands such to PyTorch's attention"
+            return Keys(Dense(), size, refusal=f"{what}; {how}")
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
         common = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
         return masking_utils.sdpa_mask(
@@ -162,13 +156,7 @@ def mask(
 
 
 def _translated(
-    facts: Facts,
-    size: tuple[int, int, int, int],
-    key_mask: Tensor | None,
-    q_offset: Any,
-    kv_offset: Any,
-    device: Any,
-    spread: Any,
+    facts: Facts, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any, spread: Any
 ) -> Keys:
     """The facts of a mask, for queries at the end of the keys. Raises Unreadable."""
     q_len, k_len, stop = size[2], size[3], None
@@ -176,7 +164,7 @@ def _translated(
         # In a graph the length of a static cache is data, and so is which key is the last.
         is_data = isinstance(q_offset, Tensor) and q_len == 1
         if is_data or q_offset + q_len != kv_offset + k_len:
-            if q_len == 1 and not (spread and _is_causal(facts)):
+            if q_len == 1 and not (spread and facts.is_causal):
                 return Keys(Dense(), size, _seen_by_one(facts, size, key_mask, q_offset, kv_offset, device))
             if isinstance(q_offset, Tensor) and is_tracing(q_offset):
                 raise InvalidInput("dilated attention needs a cache that is not static where generation is compiled")
@@ -186,7 +174,7 @@ def _translated(
             key_mask = None if key_mask is None else key_mask[:, :stop]
     if facts.chunk is None:
         return Keys(_pattern(facts, key_mask, spread), size, key_mask, stop, facts.documents)
-    if not _is_causal(facts) or facts.documents is not None:
+    if not facts.is_causal or facts.documents is not None:
         raise Unreadable("chunks that are not plainly causal")
     if q_len == 1:
         return Keys(Dense(), size, _seen_by_one(facts, size, key_mask, q_offset, kv_offset, device))
@@ -199,12 +187,8 @@ def _translated(
     return Keys(Dense(True), size, key_mask, stop, numbers.expand(size[0], -1))
 
 
-def _is_causal(facts: Facts) -> bool:
-    return facts.high == 0 and facts.low is None
-
-
 def _seen_by_one(
-    facts: Facts, size: tuple[int, int, int, int], key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any
+    facts: Facts, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any
 ) -> Tensor:
     """The key mask [batch, keys] of a single query. Raises Unreadable."""
     if facts.documents is not None:
@@ -225,8 +209,8 @@ def _seen_by_one(
 def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any) -> Pattern:
     """The pattern of these facts, made dilated by `spread` where it is causal. Raises Unreadable."""
     if facts.low is None and facts.high in (None, 0):
-        if not (spread and _is_causal(facts)):
-            return Dense(_is_causal(facts))
+        if not (spread and facts.is_causal):
+            return Dense(facts.is_causal)
         if key_mask is not None and not bool(key_mask[:, 0].all()):
             raise InvalidInput("segments are counted from the first token: pad on the right for dilated attention")
         return unmasked.dilated(spread)
@@ -266,15 +250,15 @@ def attention(
         common = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **common)
         return found
+    query = query.expand(len(key), -1, -1, -1) if len(query) == 1 else query  # learned queries
     more: dict[str, Any] = {"softcap": softcap, "sink": s_aux, "bias": position_bias, "dropout_p": dropout}
     if isinstance(attention_mask, Keys):
         if attention_mask.refusal is not None:
             raise InvalidInput(attention_mask.refusal)
         sizes, (q_len, k_len) = [x.shape[2] for x in (query, key, value)], attention_mask.shape[2:]
         if sizes != [q_len, k_len, k_len]:
-            raise InvalidInput(
-                f"the mask is for {[q_len, k_len]} queries and keys, the layer has {sizes} queries, keys and values"
-            )
+            what = f"the mask is for {[q_len, k_len]} queries and keys"
+            raise InvalidInput(f"{what}, the layer has {sizes} queries, keys and values")
         stop, pattern = attention_mask.stop, attention_mask.pattern
         key, value = key[:, :, :stop], value[:, :, :stop]
         more["bias"] = None if position_bias is None else position_bias[..., :stop]
@@ -293,32 +277,20 @@ def attention(
             pattern = unmasked.pattern_of(module, pattern, getattr(getattr(module, "config", None), NAME, None))
             more["documents"] = unmasked.documents_of(given.get("position_ids"), query.shape[2])
     elif "BlockMask" in vars(sys.modules[type(module).__module__]):
-        raise InvalidInput(
-            f"{type(module).__name__} makes a mask of its own, and leaves out those of transformers where they are "
-            "block masks, as attn_dispatch's are: use attn_implementation='sdpa' or 'eager'"
-        )
+        what = f"{type(module).__name__} makes a mask of its own, and leaves out block masks, as attn_dispatch's are"
+        raise InvalidInput(f"{what}: use attn_implementation='sdpa' or 'eager'")
     else:
-        pattern, more = Dense(), more | _of_tensor(attention_mask, query, key, position_bias)
+        if attention_mask.ndim != 4:
+            got = list(attention_mask.shape)
+            raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {got}")
+        pattern, more = Dense(), more | mask_arguments(attention_mask, key.shape[:1], query, key)
+        if position_bias is not None and more["bias"] is not position_bias:
+            more["bias"] = more["bias"] + position_bias
     if more.get("documents") is None:
         more |= _documents(given)
     more |= unmasked.heads_of(module, query.shape[1], pattern)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    q = q.expand(k.shape[0], -1, -1, -1) if q.shape[0] == 1 else q  # learned queries
     return attend(q, k, v, pattern, scale=scaling, **more), None
-
-
-def _of_tensor(attention_mask: Tensor, query: Tensor, key: Tensor, position_bias: Tensor | None) -> dict[str, Tensor]:
-    """A mask [batch or 1, heads or 1, q_len or 1, k_len] of bools, True where keys are seen, or added to scores."""
-    if attention_mask.ndim != 4:
-        shape = list(attention_mask.shape)
-        raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {shape}")
-    if attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1) and position_bias is None:
-        key_mask = attention_mask[:, 0, 0]
-        return {"key_mask": key_mask.expand(key.shape[0], -1) if len(key_mask) == 1 else key_mask}
-    bias = attention_mask.expand(-1, -1, query.shape[2], -1) if attention_mask.shape[2] == 1 else attention_mask
-    if bias.dtype == torch.bool:
-        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, -torch.inf)
-    return {"bias": bias if position_bias is None else bias + position_bias}
 
 
 def _documents(given: dict[str, Any]) -> dict[str, Tensor]:

@@ -29,13 +29,10 @@ def pattern_of(module: Any, pattern: Pattern, spread: Any) -> Pattern:
     if pattern != Dense(is_causal=True):
         return pattern
     config: Any = getattr(module, "config", None)
-    layer = getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
+    layer, kinds = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
     if kinds is not None and layer is not None and kinds[layer] == CHUNKS:
         return Dilated((config.attention_chunk_size,), (1,), is_causal=True)
-    if spread:
-        return dilated(spread)
-    return pattern
+    return dilated(spread) if spread else pattern
 
 
 def dilated(spread: Any) -> Dilated:
@@ -47,10 +44,8 @@ def dilated(spread: Any) -> Dilated:
     try:
         return Dilated(**spread, is_causal=True)
     except TypeError as error:
-        raise InvalidInput(
-            "config.attn_dispatch must be a dict of segment_lengths and dilation_rates, and of offsets and heads where "
-            f"they are not the usual ones, got {spread!r}"
-        ) from error
+        what = "a dict of segment_lengths and dilation_rates, perhaps of offsets and heads"
+        raise InvalidInput(f"config.attn_dispatch must be {what}, got {spread!r}") from error
 
 
 def documents_of(positions: Any, length: int) -> Tensor | None:
@@ -83,10 +78,8 @@ def is_checked_over_ranks(positions: Any, length: int) -> bool:
         each = length // len(parts)
         here = torch.cat([torch.arange(part * each, (part + 1) * each) for part in parts]).to(positions.device)
         if not bool((positions == here).all()):
-            raise InvalidInput(
-                "inside context_parallel position_ids must be those of this rank's tokens in one whole sequence: pass "
-                "them to the model, and to context_parallel as a buffer; packed rows cannot be kept apart there"
-            )
+            what = "inside context_parallel position_ids must be those of this rank's tokens in one whole sequence"
+            raise InvalidInput(f"{what}: pass them to the model, and to context_parallel as a buffer")
     return True
 
 

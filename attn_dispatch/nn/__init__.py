@@ -4,8 +4,9 @@ Imports the functions that users call, and what they import.
 Public: AttentionConfig, DilatedAttention, KVCache, LongNetDecoderLayer, LongNetEncoderLayer, MultiheadAttention.
 """
 
-from attn_dispatch.nn import fkodom as fkodom
-from attn_dispatch.nn import torchscale as torchscale
+from importlib import import_module
+from typing import Any
+
 from attn_dispatch.nn.attention import DilatedAttention, MultiheadAttention
 from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.config import AttentionConfig
@@ -19,3 +20,9 @@ __all__ = [
     "LongNetEncoderLayer",
     "MultiheadAttention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("fkodom", "torchscale"):  # loaded when first used
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

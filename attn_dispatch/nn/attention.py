@@ -13,9 +13,7 @@ from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.config import AttentionConfig
-from attn_dispatch.nn.embedding import rotated
-from attn_dispatch.nn.like_torchscale import attend_like_torchscale
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 
 #: Fields of a config that no attention module uses.
 NOT_OF_ATTENTION = (
@@ -44,6 +42,7 @@ class _Attention(nn.Module):
             name, value = ("mesh", mesh) if mesh is not None else ("order", order)
             raise InvalidInput(f"like_torchscale takes no {name}, got {value!r}")
         self.config, self.order, self.mesh, self.backend = config, order, mesh, backend
+        self.embed_dim, self.num_heads, self.head_dim = config.embed_dim, config.num_heads, config.head_dim
         self._given = pattern
 
     def pattern(self, is_causal: bool | None = None) -> Pattern:
@@ -58,18 +57,6 @@ class _Attention(nn.Module):
             return self._given
         causal = self.config.is_causal if is_causal is None else is_causal
         return self.config.dilated(causal) or Dense(causal)
-
-    @property
-    def embed_dim(self) -> int:
-        return self.config.embed_dim
-
-    @property
-    def num_heads(self) -> int:
-        return self.config.num_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.head_dim
 
     def extra_repr(self) -> str:
         return f"{self.config.embed_dim}, num_heads={self.config.num_heads}, pattern={self.pattern()}"
@@ -132,8 +119,7 @@ class _Attention(nn.Module):
     def _check_cache(self, pattern: Pattern) -> None:
         if self.mesh is not None or self.config.like_torchscale:
             raise InvalidInput(f"cache must be None {'over a mesh' if self.mesh is not None else 'like torchscale'}")
-        causal = pattern.right == 0 if isinstance(pattern, Window) else getattr(pattern, "is_causal", False)
-        if not isinstance(pattern, Dense | Dilated | Window) or not causal:
+        if getattr(pattern, "right", None) != 0 and getattr(pattern, "is_causal", None) is not True:
             raise InvalidInput(f"cache needs causal Dense, Dilated or Window, got {pattern}: tokens see later ones")
 
     def _positions(self, q: Tensor, k: Tensor, cache: KVCache | None, positions: Tensor | None) -> Tensor:
@@ -380,6 +366,25 @@ def draw(layer: nn.Linear, gain: float) -> None:
         nn.init.zeros_(layer.bias)
 
 
+def rotated(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Turn features i and i + head_dim / 2 of each head by the angle `position * base ** (-2 i / head_dim)`.
+
+    Args:
+        x: [batch, len, heads, head_dim], head_dim even.
+        positions: [len] or [batch, len], integers.
+
+    Source: Su et al. 2021, RoFormer, section 3.4.2; features are paired as in Llama.
+    """
+    half = x.shape[-1] // 2
+    # Angles in float64: at position 2**24 a float32 angle is off by a radian.
+    rates = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
+    angles = positions.to(x.device)[..., None, None] * rates
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    cos, sin = angles.cos().to(wide.dtype), angles.sin().to(wide.dtype)
+    first, second = wide[..., :half], wide[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
 def _read(key_padding_mask: Tensor | None, batch: int, k_len: int) -> tuple[Tensor | None, Tensor | None]:
     """Which keys are visible, or what a floating-point mask adds to their scores."""
     if key_padding_mask is None:
@@ -407,3 +412,69 @@ def _lengths(visible: Tensor | None) -> list[int] | None:
     if not torch.equal(torch.arange(visible.shape[1], device=visible.device) < lengths[:, None], visible):
         raise InvalidInput("key_padding_mask must hide the ends of rows only with like_torchscale")
     return lengths.tolist()
+
+
+# --- torchscale's numbers ---------------------------------------------------------------------------------------------
+
+NOT_COVERED = -1e8  #: lse of a query that a branch does not select
+
+
+def attend_like_torchscale(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, *, lengths: list[int] | None = None, **arguments: Any
+) -> Tensor:
+    """What torchscale's DilatedAttention computes, whose weights were trained with it: out [batch, len, heads,
+    head_dim] for q, k, v as `attend` takes them.
+
+    It is `Dilated` with offsets="block" where every rate divides its segment length and every segment length the
+    sequence, in the forward pass. Elsewhere zeros are appended to segments and to the sequence, which
+
+    * are attended to as keys where attention is not causal: their score is 0, and they weigh in the softmax;
+    * stay in the results of a segment that is not a multiple of the rate: those of later segments move to the right,
+      and the last ones are cut off.
+
+    Branches are merged with weights that have no gradient. `docs/nn.md` shows how far both are apart.
+
+    Args:
+        lengths: tokens of each row that are not padding: a row is computed as if it stood alone, with zeros after it.
+            (torchscale itself attends to padding.)
+        arguments: `dropout_p` and `backend` of `attend`.
+    """
+    if q.shape[1] != k.shape[1]:
+        raise InvalidInput(f"like_torchscale needs as many queries as keys, got {q.shape[1]} and {k.shape[1]}")
+    if not q.numel():
+        return torch.zeros_like(q)
+    if lengths is not None and set(lengths) != {q.shape[1]}:
+        rows = []
+        for row, length in enumerate(lengths):
+            q_row, k_row, v_row = (x[row : row + 1, :length] for x in (q, k, v))
+            rows.append(_padded(attend_like_torchscale(q_row, k_row, v_row, pattern, **arguments), q.shape[1]))
+        return torch.cat(rows)
+    outs, lses = zip(*(_branch(q, k, v, w, r, pattern.is_causal, arguments) for w, r in pattern.branches))
+    weights = torch.stack(lses).softmax(0).transpose(2, 3)[..., None]
+    merged = torch.zeros_like(outs[0])
+    for out, weight in zip(outs, weights):
+        merged = merged + out * weight.to(out.dtype)
+    return merged
+
+
+def _branch(
+    q: Tensor, k: Tensor, v: Tensor, segment: int, rate: int, is_causal: bool, arguments: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out, and lse without a gradient, at the places where torchscale has them."""
+    length = q.shape[1]
+    segment = min(segment, length)
+    padded = segment + -segment % rate
+
+    def appended(x: Tensor) -> Tensor:
+        whole = torch.unflatten(_padded(x, length + -length % segment), 1, (-1, segment)).flatten(0, 1)
+        return torch.unflatten(_padded(whole, padded), 0, (len(x), -1)).flatten(1, 2)
+
+    alone = Dilated((padded,), (rate,), is_causal, "block")
+    out, lse = attend(appended(q), appended(k), appended(v), alone, return_lse=True, **arguments)
+    lse = lse[:, :, :length].detach()
+    return out[:, :length], lse.masked_fill((lse == -torch.inf) | (lse == 0), NOT_COVERED)
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """x [rows, len, heads, head_dim] with zeros after it."""
+    return functional.pad(x, (0, 0, 0, 0, 0, length - x.shape[1]))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from attn_dispatch.errors import InvalidInput
@@ -84,9 +85,7 @@ class AttentionConfig:
         self._check()
 
     def _check(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
+        put = partial(object.__setattr__, self)
         if self.ffn_dim is None:
             put("ffn_dim", 4 * integer("embed_dim", self.embed_dim, 1))
         for name in ("embed_dim", "num_heads", "ffn_dim", "num_layers"):
@@ -100,18 +99,14 @@ class AttentionConfig:
         for name in ("attention_dropout", "dropout", "activation_dropout", "drop_path_rate"):
             put(name, number(name, getattr(self, name), lambda p: 0 <= p < 1, "a number from 0 up to, but not, 1"))
         put("norm_eps", number("norm_eps", self.norm_eps, lambda eps: eps > 0, "a number above 0"))
-        if self.rotary_base is not None:
-            put(
-                "rotary_base",
-                number("rotary_base", self.rotary_base, lambda base: base > 1, "a number above 1, or None"),
-            )
+        if (base := self.rotary_base) is not None:
+            put("rotary_base", number("rotary_base", base, lambda base: base > 1, "a number above 1, or None"))
         choice("activation", self.activation, ACTIVATIONS)
         if self.embed_dim % self.num_heads:
             raise InvalidInput(f"embed_dim must be a multiple of num_heads, got {self.embed_dim} and {self.num_heads}")
         if self.num_heads % self.kv_heads:
-            raise InvalidInput(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.kv_heads}"
-            )
+            got = f"{self.num_heads} and {self.kv_heads}"
+            raise InvalidInput(f"num_heads must be a multiple of num_kv_heads, got {got}")
         if self.rotary_base is not None and self.head_dim % 2:
             raise InvalidInput(f"rotary_base needs an even head_dim, embed_dim / num_heads is {self.head_dim}")
         if (self.segment_lengths is None) != (self.dilation_rates is None):
@@ -126,9 +121,6 @@ class AttentionConfig:
             raise InvalidInput("like_torchscale contradicts offsets='mod': torchscale's are 'block'")
         if self.offsets is None:
             put("offsets", "block" if self.like_torchscale else "mod")
-        for name in ("segment_lengths", "dilation_rates"):
-            value = getattr(self, name)
-            put(name, tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value)
         pattern = self.dilated(self.is_causal)  # checks them
         assert pattern is not None
         put("segment_lengths", pattern.segment_lengths)
@@ -184,9 +176,12 @@ class AttentionConfig:
             if name in unused:
                 near = "; give attention_dropout" if name == "dropout" else ""
                 raise InvalidInput(f"{name} has no effect in this module{near}")
+        values = _one_spelling(values)
         if isinstance(first, AttentionConfig):
-            return cls(**{**first.to_dict(), **_one_spelling(values)})
-        return cls(**values) if first is None else cls(embed_dim=first, **_not_twice(first, values))
+            return cls(**{**first.to_dict(), **values})
+        if first is not None and values.setdefault("embed_dim", first) != first:
+            raise InvalidInput(f"embed_dim is given twice, as {first!r} and by keyword")
+        return cls(**values)
 
 
 def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,10 +193,3 @@ def _one_spelling(given: Mapping[str, Any]) -> dict[str, Any]:
         if values.setdefault(field, value) != value:
             raise InvalidInput(f"{other} and {field} are one field, got {value!r} and {values[field]!r}")
     return values
-
-
-def _not_twice(embed_dim: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    rest = _one_spelling(values)
-    if rest.pop("embed_dim", embed_dim) != embed_dim:
-        raise InvalidInput(f"embed_dim is given twice, as {embed_dim!r} and by keyword")
-    return rest

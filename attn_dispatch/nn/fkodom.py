@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -136,19 +136,51 @@ class MultiheadDilatedAttention(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A feed-forward network, and the settings that both kinds of layers share."""
+    """A layer's settings and parameters: attention, norms of which the last is in the feed-forward network, and that.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, gamma_init, device, dtype: as there.
+        segment_lengths, dilation_rates, like_fkodom: as for `DilatedAttention`.
+    """
+
+    attentions: ClassVar[dict[str, bool]]  #: by name, with a norm inside or without
+    self_attn: MultiheadDilatedAttention
+    norm1: nn.LayerNorm
+    norm2: nn.LayerNorm
+    norm3: nn.LayerNorm
 
     def __init__(
-        self, d_model: int, dim_feedforward: int, dropout: float, activation: Activation, gamma_init: float,
-        made: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        d_model: int,
+        nhead: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: Activation = "relu",
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        like_fkodom: bool = False,
+    ) -> None:
         super().__init__()
         if isinstance(activation, str):
             if activation not in ("relu", "gelu"):
                 raise InvalidInput(f"activation must be 'relu', 'gelu' or a function, got {activation!r}")
             activation = getattr(functional, activation)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation: Any = activation
         self.dropout = nn.Dropout(dropout)
+        for name, layer_norm in self.attentions.items():
+            attention = MultiheadDilatedAttention(
+                d_model, nhead, dilation_rates, segment_lengths, dropout, layer_norm=layer_norm,
+                layer_norm_eps=layer_norm_eps, gamma_init=gamma_init, like_fkodom=like_fkodom, **made,
+            )  # fmt: skip
+            self.add_module(name, attention)
+        for number, size in enumerate([*[d_model] * (len(self.attentions) + 1), dim_feedforward], 1):
+            self.add_module(f"norm{number}", nn.LayerNorm(size, eps=layer_norm_eps, **made))
         self.linear1 = nn.Linear(d_model, dim_feedforward, **made)
         self.linear2 = nn.Linear(dim_feedforward, d_model, **made)
         for each in (self.linear1, self.linear2):
@@ -162,30 +194,7 @@ class _Layer(nn.Module):
 class DilatedTransformerEncoderLayer(_Layer):
     """dilated_attention_pytorch.transformer.DilatedTransformerEncoderLayer; like_fkodom: as for `DilatedAttention`."""
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Activation = "relu",
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        like_fkodom: bool = False,
-    ) -> None:
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, dim_feedforward, dropout, activation, gamma_init, made)
-        self.self_attn = MultiheadDilatedAttention(
-            d_model, nhead, dilation_rates, segment_lengths, dropout, layer_norm_eps=layer_norm_eps,
-            gamma_init=gamma_init, like_fkodom=like_fkodom, **made,
-        )  # fmt: skip
-        self.norm1, self.norm2 = (nn.LayerNorm(d_model, eps=layer_norm_eps, **made) for _ in range(2))
-        self.norm3 = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, **made)
+    attentions = {"self_attn": True}
 
     def forward(self, src: Tensor, is_causal: bool = False) -> Tensor:
         """src and the result: [batch, len, d_model]."""
@@ -197,33 +206,9 @@ class DilatedTransformerEncoderLayer(_Layer):
 class DilatedTransformerDecoderLayer(_Layer):
     """dilated_attention_pytorch.transformer.DilatedTransformerDecoderLayer; like_fkodom: as for `DilatedAttention`."""
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: Activation = "relu",
-        layer_norm_eps: float = 1e-5,
-        gamma_init: float = 1.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        like_fkodom: bool = False,
-    ) -> None:
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        super().__init__(d_model, dim_feedforward, dropout, activation, gamma_init, made)
-        self.self_attn, self.multihead_attn = (
-            MultiheadDilatedAttention(
-                d_model, nhead, dilation_rates, segment_lengths, dropout, layer_norm=layer_norm,
-                layer_norm_eps=layer_norm_eps, gamma_init=gamma_init, like_fkodom=like_fkodom, **made,
-            )
-            for layer_norm in (False, True)
-        )  # fmt: skip
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(d_model, eps=layer_norm_eps, **made) for _ in range(3))
-        self.norm4 = nn.LayerNorm(dim_feedforward, eps=layer_norm_eps, **made)
+    attentions = {"self_attn": False, "multihead_attn": True}
+    multihead_attn: MultiheadDilatedAttention
+    norm4: nn.LayerNorm
 
     def forward(
         self, tgt: Tensor, memory: Tensor, tgt_is_causal: bool = False, memory_is_causal: bool = False
@@ -233,14 +218,6 @@ class DilatedTransformerDecoderLayer(_Layer):
         tgt = tgt + self.dropout(self.self_attn(x, x, x, tgt_is_causal)[0])
         tgt = tgt + self.dropout(self.multihead_attn(self.norm2(tgt), memory, memory, memory_is_causal)[0])
         return tgt + self._feed_forward(self.norm3(tgt), self.norm4)
-
-
-class _Stack(nn.Module):
-    """Layers by the name that torch.nn.TransformerEncoder gives them."""
-
-    def __init__(self, layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
 
 
 class LongNet(nn.Module):
@@ -270,29 +247,27 @@ class LongNet(nn.Module):
         super().__init__()
         decoder_gain = math.log(3 * num_decoder_layers)
         encoder_gain = decoder_gain * math.log(2 * num_encoder_layers) / 3
-        kinds: list[tuple[Any, int, float]] = [
-            (DilatedTransformerEncoderLayer, num_encoder_layers, encoder_gain**0.5),
-            (DilatedTransformerDecoderLayer, num_decoder_layers, decoder_gain**0.5),
-        ]
-        self.encoder, self.decoder = (
-            _Stack(
-                [
-                    kind(
-                        d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation,
-                        layer_norm_eps, gain, device, dtype, like_fkodom=like_fkodom,
-                    )
-                    for _ in range(count)
-                ]
-            )
-            for kind, count, gain in kinds
-        )  # fmt: skip
+
+        # Named as torch.nn.TransformerEncoder names them.
+        def stack(kind: type[_Layer], count: int, gain: float) -> nn.ModuleDict:
+            layers = (
+                kind(
+                    d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation,
+                    layer_norm_eps, gain**0.5, device, dtype, like_fkodom=like_fkodom,
+                )
+                for _ in range(count)
+            )  # fmt: skip
+            return nn.ModuleDict({"layers": nn.ModuleList(layers)})
+
+        self.encoder = stack(DilatedTransformerEncoderLayer, num_encoder_layers, encoder_gain)
+        self.decoder = stack(DilatedTransformerDecoderLayer, num_decoder_layers, decoder_gain)
 
     def forward(self, x: Tensor, is_causal: bool = True) -> Tensor:
         """x and the result: [batch, len, d_model]."""
         memory = x
-        for layer in self.encoder.layers:
+        for layer in self.encoder["layers"].children():
             memory = layer(memory, is_causal)
-        for layer in self.decoder.layers:
+        for layer in self.decoder["layers"].children():
             x = layer(x, memory, is_causal, is_causal)
         return x
 

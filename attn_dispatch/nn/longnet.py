@@ -45,15 +45,18 @@ class FeedForward(nn.Module):
 class _LongNetLayer(nn.Module):
     def __init__(
         self,
-        config: AttentionConfig,
-        depth: int,
-        order: str | None,
-        mesh: object,
-        backend: str | None,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        config: AttentionConfig | None = None,
+        *,
+        depth: int = 0,
+        order: str | None = None,
+        mesh: object = None,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
     ) -> None:
         super().__init__()
+        config = self._checked(config, fields)
         if integer("depth", depth, 0) >= config.num_layers:
             raise InvalidInput(f"depth must be below num_layers, got {depth} and {config.num_layers}")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -73,6 +76,10 @@ class _LongNetLayer(nn.Module):
             self.encoder_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
         self.ffn = FeedForward(config, **made)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
+
+    def _checked(self, config: AttentionConfig | None, fields: dict[str, Any]) -> AttentionConfig:
+        """The config of a layer's arguments. Raises InvalidInput."""
+        raise NotImplementedError
 
     def _forward(
         self, x: Tensor, key_padding_mask: Tensor | None, cache: KVCache | None, positions: Tensor | None,
@@ -125,17 +132,13 @@ class LongNetEncoderLayer(_LongNetLayer):
         InvalidInput: an argument is wrong, unknown or missing.
     """
 
-    def __init__(
-        self, config: AttentionConfig | None = None, *, depth: int = 0, order: str | None = None, mesh: object = None,
-        backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        **fields: Any,
-    ) -> None:  # fmt: skip
-        config = AttentionConfig.of(config, fields)
-        if config.is_causal:
+    def _checked(self, config: AttentionConfig | None, fields: dict[str, Any]) -> AttentionConfig:
+        found = AttentionConfig.of(config, fields)
+        if found.is_causal:
             raise InvalidInput("is_causal must be False for LongNetEncoderLayer: LongNetDecoderLayer is causal")
-        if config.cross_attention:
+        if found.cross_attention:
             raise InvalidInput("cross_attention must be False for LongNetEncoderLayer: LongNetDecoderLayer has it")
-        super().__init__(config, depth, order, mesh, backend, device, dtype)
+        return found
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, *, positions: Tensor | None = None) -> Tensor:
         """The layer's result, [batch, len, embed_dim], for x of the same shape.
@@ -157,15 +160,10 @@ class LongNetDecoderLayer(_LongNetLayer):
         InvalidInput: an argument is wrong, unknown or missing.
     """
 
-    def __init__(
-        self, config: AttentionConfig | None = None, *, depth: int = 0, order: str | None = None, mesh: object = None,
-        backend: str | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        **fields: Any,
-    ) -> None:  # fmt: skip
+    def _checked(self, config: AttentionConfig | None, fields: dict[str, Any]) -> AttentionConfig:
         if fields.get("is_causal") is False:
             raise InvalidInput("is_causal must be True, or left out, for LongNetDecoderLayer")
-        config = replace(AttentionConfig.of(config, fields), is_causal=True)
-        super().__init__(config, depth, order, mesh, backend, device, dtype)
+        return replace(AttentionConfig.of(config, fields), is_causal=True)
 
     def forward(
         self,

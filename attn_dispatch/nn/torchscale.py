@@ -64,13 +64,8 @@ class DilatedAttention(attention.DilatedAttention):
     ) -> None:
         if self_attention == encoder_decoder_attention:
             raise InvalidInput("give one of self_attention and encoder_decoder_attention")
-        fields = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "attention_dropout": dropout,
-            "sub_norm": subln and self_attention,
-        }
-        super().__init__(AttentionConfig(**fields, **_of_attention(args, like_torchscale)))
+        fields = {**_of_attention(args, like_torchscale), "sub_norm": subln and self_attention}
+        super().__init__(embed_dim, num_heads, attention_dropout=dropout, **fields)
 
     def forward(  # type: ignore[override]
         self,
@@ -91,11 +86,8 @@ class DilatedAttention(attention.DilatedAttention):
         Raises:
             InvalidInput: incremental_state, attn_mask or rel_pos is not None.
         """
-        for name, given in (("incremental_state", incremental_state), ("attn_mask", attn_mask), ("rel_pos", rel_pos)):
-            if given is not None:
-                raise InvalidInput(f"{name} must be None, as it is not supported, got {type(given).__name__}")
-        padding = _padding(key_padding_mask)
-        return super().forward(query, key, value, padding, is_causal=is_causal)
+        _refuse_given(incremental_state=incremental_state, attn_mask=attn_mask, rel_pos=rel_pos)
+        return super().forward(query, key, value, _padding(key_padding_mask), is_causal=is_causal)
 
 
 class LongNetEncoder(nn.Module):
@@ -178,14 +170,9 @@ class LongNetEncoder(nn.Module):
         Raises:
             InvalidInput: attn_mask, multiway_split_position or incremental_state is not None; no tokens are given.
         """
-        refused = {
-            "attn_mask": attn_mask,
-            "multiway_split_position": multiway_split_position,
-            "incremental_state": incremental_state,
-        }
-        for name, given in refused.items():
-            if given is not None:
-                raise InvalidInput(f"{name} must be None, as it is not supported, got {type(given).__name__}")
+        _refuse_given(
+            attn_mask=attn_mask, multiway_split_position=multiway_split_position, incremental_state=incremental_state
+        )
         if token_embeddings is None:
             if src_tokens is None or self.embed_tokens is None:
                 raise InvalidInput("give token_embeddings, or src_tokens and embed_tokens")
@@ -264,6 +251,12 @@ def _refuse(args: Any, settings: dict[str, str]) -> None:
     for name, what in settings.items():
         if (value := getattr(args, name, False)) and (name != "rel_pos_buckets" or args.max_rel_pos > 0):
             raise InvalidInput(f"args.{name} is not supported ({what}), got {value!r}")
+
+
+def _refuse_given(**given: object) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise InvalidInput(f"{name} must be None, as it is not supported, got {type(x).__name__}")
 
 
 def _padding(mask: Tensor | None) -> Tensor | None:

@@ -20,22 +20,22 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attn_dispatch import process_state
-from attn_dispatch.errors import BackendFailed, GroupMismatch, InvalidInput
+from attn_dispatch.errors import AttnDispatchError, BackendFailed, GroupMismatch, InvalidInput
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.engine.exchange import Transport, current_device, lost
 from attn_dispatch.text import one_line
 
 T = TypeVar("T")
+Runs = tuple[tuple[range, ...], ...]  #: by rank, the places of its tokens in a sequence
 
 TIMEOUT = timedelta(days=1)  #: time-out of the groups of `world`
 
 RELEASE_S = 0.02  #: before the interpreter ends
 
-MAX_LINKS = 16  #: groups that have a Link; the oldest is dropped first
-
-_links: OrderedDict[Any, Link] = OrderedDict()
-_connections: dict[Any, Connection] = {}  #: by group
+_links: dict[Any, Link] = {}  #: by group
 _lock = process_state.lock()
 
 DIGEST_SIZE = 4  #: int64 numbers
@@ -43,31 +43,19 @@ LENGTH, NO_ERROR, DECISION = range(DIGEST_SIZE, DIGEST_SIZE + 3)  #: columns aft
 
 
 @dataclass(eq=False)
-class Connection:
-    """What the ranks of a group have set up together. Kept as long as the group: ranks that drop a `Link` at different
-    times would set it up again at different times, and wait.
-
-    Args:
-        control: a group of the same ranks for CPU tensors; None until it is needed.
-        on_cuda: whether all ranks have taken part in a collective with CUDA tensors.
-    """
-
-    control: Any = None
-    on_cuda: bool = False
-
-
-@dataclass(eq=False)
 class Link:
-    """A process group, this rank's number in it, and a CPU group for control messages.
+    """A process group, this rank's number in it, and what its ranks have set up together: kept as long as the group,
+    since ranks that set it up again at different times would wait.
 
     Args:
         decisions: for calls over this group, latest last.
+        on_cuda: whether all ranks have taken part in a collective with CUDA tensors.
     """
 
     group: Any
     transport: Transport
-    connection: Connection = field(default_factory=Connection)
     decisions: OrderedDict[Any, Any] = field(default_factory=OrderedDict[Any, Any])
+    on_cuda: bool = False
 
     @property
     def rank(self) -> int:
@@ -86,52 +74,44 @@ class Link:
         pairs = (part.split(":") for part in config.split(","))
         return tuple(kind for kind, way in pairs if (kind, way) != ("cuda", "gloo"))
 
-    @property
+    @cached_property
     def control(self) -> Any:
         """A group for CPU tensors: reading those does not stall a GPU, and gloo reports a lost peer at once."""
-        if "cpu" in self.devices:
-            return self.group
-        if self.connection.control is None:
-            self.connection.control = _gloo_beside(self.group)
-        return self.connection.control
+        return self.group if "cpu" in self.devices else _gloo_beside(self.group)
 
     def connect(self, device: torch.device) -> None:
         """Before the first messages between CUDA devices: a collective of all ranks, which makes NCCL's communicator.
 
         Point-to-point messages would make it too, but wait for ranks that have none to send. Raises as
-        `all_gather_int64`.
+        `all_gather`.
         """
-        if device.type != "cuda" or self.connection.on_cuda:
+        if device.type != "cuda" or self.on_cuda:
             return
         with current_device(device):
             one = torch.ones(1, device=device)
             self._raising_rank_lost(lambda: dist.all_reduce(one, group=self.group))
-        self.connection.on_cuda = True
+        self.on_cuda = True
 
-    def all_gather_int64(self, values: Tensor) -> Tensor:
-        """Gather int64 [count] on the CPU from every rank, as [ranks, count].
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Gather a tensor [count] on the CPU from every rank, as [ranks, count].
 
         Raises:
             RankLost: a rank has exited, or did not answer within the group's time-out.
         """
-        return self._all_gather(values)
-
-    def all_gather_objects(self, value: T) -> list[T]:
-        """Gather an object from every rank, by rank. Raises as `all_gather_int64`."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = self._all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
-        found = self._all_gather(torch.nn.functional.pad(data, (0, max(lengths) - len(data))))
-        return [pickle.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths)]
-
-    def _all_gather(self, values: Tensor) -> Tensor:
-        """Gather a tensor [count] on the CPU from every rank, as [ranks, count]."""
         found = values.new_empty(self.size, len(values))
         # Called on the group itself: the functions of torch.distributed take registered groups only.
         self._raising_rank_lost(lambda: self.control.allgather([list(found.unbind())], [values]).wait())
         return found
 
+    def all_gather_objects(self, value: T) -> list[T]:
+        """Gather an object from every rank, by rank. Raises as `all_gather`."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = self.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
+        found = self.all_gather(torch.nn.functional.pad(data, (0, max(lengths) - len(data))))
+        return [pickle.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths)]
+
     def all_gather_ragged(self, shard: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-        """Gather a tensor [..., lengths[rank]] from every rank; other axes are equal. Raises as `all_gather_int64`."""
+        """Gather a tensor [..., lengths[rank]] from every rank; other axes are equal. Raises as `all_gather`."""
         longest = max(lengths)
         padded = shard.new_zeros(*shard.shape[:-1], longest)
         padded[..., : shard.shape[-1]] = shard
@@ -141,7 +121,7 @@ class Link:
         return [x[..., :length] for x, length in zip(found, lengths)]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of equally large tensors of all ranks. Raises as `all_gather_int64`."""
+        """The sum of equally large tensors of all ranks. Raises as `all_gather`."""
         total = x.contiguous().clone()
         with current_device(x.device):
             self._raising_rank_lost(lambda: dist.all_reduce(total, group=self.group))
@@ -152,10 +132,10 @@ class Link:
 
         Raises:
             Exception: `error`, if given. BackendFailed: only other ranks have an error. RankLost: as
-                `all_gather_int64`.
+                `all_gather`.
         """
         own = torch.tensor([error is None], dtype=torch.int64, device="cpu")
-        no_error = self.all_gather_int64(own).flatten().tolist()
+        no_error = self.all_gather(own).flatten().tolist()
         if error is not None:
             raise error
         if not all(no_error):
@@ -163,8 +143,8 @@ class Link:
             raise BackendFailed(f"rank {failed} of the mesh failed in this call, and gradients need every rank")
 
     def barrier(self) -> None:
-        """Wait until every rank has called this. Raises as `all_gather_int64`."""
-        self.all_gather_int64(torch.zeros(1, dtype=torch.int64, device="cpu"))
+        """Wait until every rank has called this. Raises as `all_gather`."""
+        self.all_gather(torch.zeros(1, dtype=torch.int64, device="cpu"))
 
     def _raising_rank_lost(self, call: Callable[[], object]) -> None:
         try:
@@ -188,10 +168,7 @@ def link_of(mesh: object) -> Link:
         found = _links.get(group)
         if found is None:
             _drop([each for each in _links if _ended(each)])
-            _drop(list(_links)[: max(0, len(_links) + 1 - MAX_LINKS)])
-            for ended in [each for each in _connections if _ended(each)]:
-                del _connections[ended]
-            found = _links[group] = Link(group, Transport(group), _connections.setdefault(group, Connection()))
+            found = _links[group] = Link(group, Transport(group))
     return found
 
 
@@ -225,7 +202,6 @@ def _drop_all() -> None:
     with _lock:
         used = bool(_links)
         _drop(list(_links))
-        _connections.clear()
     if used:
         # PyTorch itself may hold the default group (as a default argument in torch.distributed.nn). A thread of it that
         # waits for the interpreter's lock, to release the tensors of the last collective, gets it here.
@@ -317,7 +293,7 @@ def agree(
             time.
     """
     digest = digest_of(arguments) if error is None else (0,) * DIGEST_SIZE
-    table = link.all_gather_int64(
+    table = link.all_gather(
         torch.tensor([*digest, length, error is None, decision_id], dtype=torch.int64, device="cpu")
     )
     same = bool((table[:, :DIGEST_SIZE] == table[0, :DIGEST_SIZE]).all()) and bool(table[:, NO_ERROR].all())
@@ -328,6 +304,47 @@ def agree(
         raise GroupMismatch(_differences(answers))
     column = table[:, DECISION]
     return Agreement(tuple(table[:, LENGTH].tolist()), bool(decision_id and (column == decision_id).all()))
+
+
+@contextmanager
+def errors_sent(link: Link) -> Iterator[None]:
+    """Send what is wrong with this rank's arguments to the other ranks, which would wait for it, and raise it."""
+    try:
+        yield
+    except AttnDispatchError as error:
+        agree(link, {}, 0, 0, error)
+        raise
+
+
+class Gathered(torch.autograd.Function):
+    """x [..., tokens] of every rank as [..., all tokens]; `runs`: by rank, the places of its tokens.
+
+    The gradient of x is its part of this rank's gradient, or with `sums` of the sum of all ranks' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, link: Link, runs: Runs, sums: bool) -> Tensor:
+        ctx.link, ctx.runs, ctx.sums = link, runs, sums
+        lengths = tuple(sum(map(len, own)) for own in runs)
+        whole = x.new_empty(*x.shape[:-1], sum(lengths))
+        for part, own in zip(link.all_gather_ragged(x.contiguous(), lengths), runs):
+            for run, some in zip(own, torch.split(part, list(map(len, own)), -1)):
+                whole[..., run.start : run.stop] = some  # by slices: indices would be copied to a GPU
+        return whole
+
+    @staticmethod
+    @once_differentiable  # linear: the backward pass depends on the incoming gradient alone
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
+        total = ctx.link.all_reduce(grad.to(sum_dtype(grad.dtype))) if ctx.sums else grad
+        own = torch.cat([total[..., run.start : run.stop] for run in ctx.runs[ctx.link.rank]], -1)
+        return own.to(grad.dtype), None, None, None
+
+
+def gathered(x: Tensor, link: Link, runs: Runs, axis: int, *, sums: bool) -> Tensor:
+    """All ranks' tokens along an axis of x, in new memory; a collective. See `Gathered`."""
+    found: Tensor = Gathered.apply(x.movedim(axis, -1), link, runs, sums)  # type: ignore[no-untyped-call]
+    return found.movedim(-1, axis)
 
 
 def digest_of(value: Any) -> tuple[int, ...]:

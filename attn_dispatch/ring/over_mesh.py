@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_dispatch.decisions.call import Rewritten, notify, observed, only
 from attn_dispatch.decisions.decide import drop_oldest
@@ -17,17 +17,16 @@ from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput,
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.log import logger
 from attn_dispatch.ring import group_decision
-from attn_dispatch.ring.link import Link, agree, digest_of
-from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout
-from attn_dispatch.ring.sharded_problem import ShardedProblem
-from attn_dispatch.ring.shards import Sharded, spread_of
-from attn_dispatch.ring.trial import NAME
+from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent
+from attn_dispatch.ring.rows.layout import Layout
+from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem, equal_on_ranks, local_problem
+from attn_dispatch.ring.shards import spread_of
+from attn_dispatch.ring.trial import Trial
 from attn_dispatch.settings import budget_ms, expected_calls, mode
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
-from attn_dispatch.spec.tensors import check_seq_lens_values
-from attn_dispatch.spec.tracing import ContextParallel
+from attn_dispatch.spec.tensors import check_seq_lens, check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 
 MAX_DECISIONS = 256  #: remembered for each link
@@ -55,14 +54,10 @@ class MeshCall:
     @cached_property
     def equal_arguments(self) -> dict[str, Any]:
         """The arguments that must be equal on every rank, in plain values."""
-        plain = self.local.to_dict()
-        for name in ("q_len", "k_len", "strides", "ranks"):
-            del plain[name]
-        lens = self.call.seq_lens
+        lens, plain = self.call.seq_lens, equal_on_ranks(self.local, self.pattern, self.kind)
         # Reading a CUDA tensor would wait for the device.
         values = None if lens is None or lens.device.type != "cpu" else lens.tolist()
-        about = {"shards": self.kind, "order": self.call.order, **self.settings, "torch": str(torch.__version__)}
-        return {**plain, **about, "pattern": self.pattern.to_dict(), "seq_lens": values}
+        return {**plain, **self.settings, "order": self.call.order, "torch": str(torch.__version__), "seq_lens": values}
 
     @cached_property
     def key(self) -> Any:
@@ -75,7 +70,7 @@ def over_mesh(call: Call) -> Rewritten:
     Raises:
         NoBackend: the order is an exchange with other ranks, and there are none.
     """
-    link, spread = spread_over(call.mesh)
+    link, spread = spread_of(call.mesh)
     if link.size > 1:
         attended = lambda _: attend_over(link, spread.kind, call)  # noqa: E731 - short
         return Rewritten([], attended, lambda: [explain_over(link, spread.kind, call)])
@@ -87,11 +82,8 @@ def over_mesh(call: Call) -> Rewritten:
 
 def attend_over(link: Link, kind: str, call: Call) -> Any:
     """`attend` over a link's ranks; `kind` is that of the shards."""
-    try:
+    with errors_sent(link):
         checked = _checked(call, kind)
-    except AttnDispatchError as error:
-        agree(link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
-        raise
     return _run(*_decision_for(link, checked), call)
 
 
@@ -113,40 +105,15 @@ def _checked(call: Call, kind: str) -> MeshCall:
     Raises:
         InvalidInput: an argument is wrong.
     """
-    check_scaled_only(call)
-    if call.first_head is not None or call.all_heads is not None:
-        raise InvalidInput(
-            f"over a mesh every rank holds all heads: first_head and all_heads must be None, got {call.first_head!r} "
-            f"and {call.all_heads!r}"
-        )
     chosen, seq_lens = choose_pattern(call), call.seq_lens
-    local = Problem.of_call(call.with_pattern(None, seq_lens=None))
-    if local.q_len != local.k_len:
-        raise InvalidInput(f"over a mesh q and k must have one length, got {local.q_len} and {local.k_len}")
+    local = local_problem(call)
     if call.backend not in (None, NAME):
         raise InvalidInput(f"backend must be None or {NAME!r} over a mesh, got {call.backend!r}")
     if call.order is not None and call.order not in EXCHANGES:
         allowed = ", ".join(map(repr, EXCHANGES))
         raise InvalidInput(f"order must be None or one of {allowed} over a mesh, got {call.order!r}")
-    if seq_lens is not None and (not isinstance(seq_lens, Tensor) or seq_lens.dtype not in (torch.int32, torch.int64)):
-        raise InvalidInput(f"seq_lens must be an int32 or int64 tensor, got {type(seq_lens).__name__}")
-    if seq_lens is not None and (list(seq_lens.shape) != [local.batch] or seq_lens.device != call.q.device):
-        raise InvalidInput(f"seq_lens must have shape [{local.batch}] on {call.q.device}, got {list(seq_lens.shape)}")
+    check_seq_lens(seq_lens, local.batch, sys.maxsize, sys.maxsize, call.q.device)  # of all ranks' tokens
     return MeshCall(call, replace(local, has_seq_lens=seq_lens is not None), chosen, kind, _settings())
-
-
-def check_scaled_only(call: Call) -> None:
-    """Raise InvalidInput for arguments that change scores besides scaling them."""
-    for name in ("softcap", "bias", "alibi_slopes"):
-        if getattr(call, name) is not None:
-            raise InvalidInput(f"{name} cannot be given with mesh: over ranks scores are only scaled")
-
-
-def spread_over(mesh: object) -> tuple[Link, Sharded]:
-    """`spread_of`, for torch's context_parallel too."""
-    if isinstance(mesh, ContextParallel):
-        mesh = Sharded(mesh.mesh, ZIGZAG if mesh.balanced else CONTIGUOUS)
-    return spread_of(mesh)
 
 
 def _settings() -> dict[str, Any]:
@@ -172,7 +139,8 @@ def _decision_for(link: Link, checked: MeshCall) -> Decided:
     notify(sharded.problem)
     call, masks = checked.call, {name: x for name, x in checked.call.tensors.items() if x is not None}
     with torch.device("cpu"):  # not the default device of the caller
-        decision = group_decision.decide_together(sharded, _inputs(sharded, call), masks, call.order)
+        trial = Trial(sharded, _inputs(sharded, call), masks)
+        decision = group_decision.decide_together(sharded, trial.rows, call.order)
     logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.decided_by)
     link.decisions[checked.key] = sharded, decision
     drop_oldest(link.decisions, MAX_DECISIONS)

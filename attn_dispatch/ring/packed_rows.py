@@ -14,18 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_dispatch.decisions.call import Rewritten
-from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.ring.link import Link, agree
-from attn_dispatch.ring.over_mesh import check_scaled_only, spread_over
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.ring.link import Link, Runs, agree, errors_sent, gathered
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import positions_of
-from attn_dispatch.ring.trial import NAME
+from attn_dispatch.ring.rows.traffic import tokens_of
+from attn_dispatch.ring.sharded_problem import NAME, equal_on_ranks, local_problem
+from attn_dispatch.ring.shards import spread_of
 from attn_dispatch.spec.orders import GATHER
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.pattern import Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 
 Lengths = Callable[[int, int], list[list[int]]]
@@ -53,7 +51,7 @@ def rows_over_mesh(call: Call, lengths_of: Lengths) -> Rewritten:
     Raises:
         InvalidInput: an argument is wrong, or cannot be given here. GroupMismatch: ranks pass different arguments.
     """
-    link, spread = spread_over(call.mesh)
+    link, spread = spread_of(call.mesh)
     rows = _Rows(call, link, spread.kind, lengths_of)
     return Rewritten(rows.calls(), rows.joined, rows.explained)
 
@@ -68,12 +66,11 @@ class _Rows:
 
     def calls(self) -> Iterator[Call]:
         """A collective, from the first call on."""
-        problem, pattern = self._agreed_on()
-        equal = {**problem.to_dict(), "pattern": pattern.to_dict(), "shards": self.kind}
+        with errors_sent(self.link):
+            problem, pattern = _problem(self.call)
+        equal = equal_on_ranks(problem, pattern, self.kind)
         equal |= {name: _digest(getattr(self.call, name)) for name in ("documents", "cu_seqlens")}
         equal["gradients"] = [x.requires_grad for x in self.call.qkv]
-        for name in ("q_len", "k_len", "strides"):
-            del equal[name]
         shards = Layout(agree(self.link, equal, problem.q_len, 0).lengths, self.kind)
         yield from self._calls(shards, problem.batch, pattern, _Beyond.keys)
 
@@ -82,13 +79,6 @@ class _Rows:
         problem, pattern = _problem(self.call)
         shards = Layout((problem.q_len,) * self.link.size, self.kind)
         return self._calls(shards, problem.batch, pattern, _Beyond.like)
-
-    def _agreed_on(self) -> tuple[Problem, Pattern]:
-        try:
-            return _problem(self.call)
-        except AttnDispatchError as error:
-            agree(self.link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
-            raise
 
     def _calls(self, shards: Layout, batch: int, pattern: Pattern, gather: Callable[..., Any]) -> Iterator[Call]:
         lengths = self.lengths_of(batch, shards.tokens)
@@ -115,9 +105,9 @@ class _Rows:
         out: Any = torch.cat([torch.cat([each[0] if with_lse else each for each in row], 1) for row in rows])
         lse = torch.cat([torch.cat([lse for _, lse in row], 2) for row in rows]) if with_lse else None
         if self.gathered is not None and self.gathered[0].requires_grad:
-            # Every rank takes part in the sum of gradients, whatever its queries see.
-            tied: Any = _Tied.apply
-            out, lse = (None if x is None else tied(x, *self.gathered[:2]) for x in (out, lse))
+            # Every rank takes part in the sum of gradients, whatever its queries see: by a sum of nothing, which is 0.
+            nothing = self.gathered[0][:, :0].sum() + self.gathered[1][:, :0].sum()
+            out, lse = (None if x is None else x + nothing.to(x.dtype) for x in (out, lse))
         return self.call.returned(out, lse)
 
 
@@ -144,44 +134,36 @@ def _of_row(
 
 def _problem(call: Call) -> tuple[Problem, Pattern]:
     """The problem of this rank's tokens, with no pattern, and the pattern. Raises InvalidInput."""
-    check_scaled_only(call)
     pattern = choose_pattern(call)
-    if not isinstance(pattern, Dense | Window) and not (isinstance(pattern, Dilated) and pattern.is_causal):
+    if pattern.bands(1, 1, ()) is None or (isinstance(pattern, Dilated) and not pattern.is_causal):
         raise InvalidInput(f"documents over a mesh take Dense, Window and causal Dilated patterns, not {pattern}")
-    for name in ("first_head", "all_heads"):
-        if getattr(call, name) is not None:
-            got = getattr(call, name)
-            raise InvalidInput(f"over a mesh every rank holds all heads: {name} must be None, got {got!r}")
     if call.dropout_p:
         raise InvalidInput(f"documents over a mesh take no dropout, got {call.dropout_p:g}")
     for name, known in (("backend", NAME), ("order", GATHER)):
         if (got := getattr(call, name)) not in (None, known):
             raise InvalidInput(f"{name} must be None or {known!r} with documents over a mesh, got {got!r}")
-    problem = Problem.of_call(call.with_pattern(None))
-    if problem.q_len != problem.k_len:
-        raise InvalidInput(f"over a mesh q and k must have one length, got {problem.q_len} and {problem.k_len}")
-    return problem, pattern
+    return local_problem(call), pattern
 
 
 def pieces(pattern: Pattern, run: range, borders: Sequence[int]) -> list[Piece]:
     """The parts of documents in a run of queries, in order; documents start and end at `borders`."""
     found = []
-    right = pattern.right if isinstance(pattern, Window) else 0 if getattr(pattern, "is_causal", False) else None
+    low, high = (None, 0) if isinstance(pattern, Dilated) else (pattern.bands(1, 1, ()) or ())[0][:2]
     for start, end in pairwise(borders):
         first, stop = max(start, run.start), min(end, run.stop)
         if first >= stop:
             continue
-        if first == start and (stop == end or (right is not None and right <= 0)):
+        if first == start and (stop == end or (high is not None and high <= 0)):
             found.append(Piece(first, stop, first, stop, None))
             continue
-        last = end if right is None else max(stop, min(end, stop + right))
-        own: Pattern = pattern
+        last = end if high is None else max(stop, min(end, stop + high))
+        own = pattern
         if isinstance(pattern, Window):
             ahead = last - stop  # keys after the last query
             left = None if pattern.left is None else pattern.left + ahead
-            own = Window(left, None if right is None else right - ahead, pattern.sinks)
-            if pattern.left is not None and not pattern.sinks:
-                start = max(start, min(first, first - pattern.left))
+            own = Window(left, None if pattern.right is None else pattern.right - ahead, pattern.sinks)
+            if low is not None and not pattern.sinks:
+                start = max(start, min(first, first + low))
         found.append(Piece(first, stop, start, last, own))
     return found
 
@@ -193,13 +175,13 @@ class _Beyond:
     Args:
         positions: int64 [keys], rising.
         local: for this rank int64, which of its tokens these are.
-        targets: by rank int64, which of the keys are its tokens.
+        runs: by rank, which of the keys are its tokens.
     """
 
     link: Link
     positions: Tensor
     local: Tensor
-    targets: list[Tensor]
+    runs: Runs
 
     @classmethod
     def of(cls, link: Link, shards: Layout, every: Iterable[Piece]) -> _Beyond:
@@ -207,10 +189,10 @@ class _Beyond:
         for piece in every:
             if piece.pattern is not None:
                 wanted[piece.first : piece.end] = True
-        place = wanted.cumsum(0) - 1
-        held = [positions_of(shards, rank) for rank in range(link.size)]
-        local = wanted[held[link.rank]].nonzero().flatten()
-        return cls(link, wanted.nonzero().flatten(), local, [place[each[wanted[each]]] for each in held])
+        before = torch.nn.functional.pad(wanted.cumsum(0), (1, 0))
+        runs = tuple(tuple(range(int(before[x.start]), int(before[x.stop])) for x in own) for own in shards.chunks)
+        local = tokens_of(wanted, shards, link.rank, 0).nonzero().flatten()
+        return cls(link, wanted.nonzero().flatten(), local, runs)
 
     def places(self, piece: Piece) -> slice:
         """Where the keys of a piece stand among these."""
@@ -219,53 +201,19 @@ class _Beyond:
 
     def keys(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """These tokens of k, v and the mask [batch, keys, ...]; gradients go to the ranks that hold them."""
-        both = self._gathered(torch.cat([x.index_select(1, self.local.to(x.device)) for x in (k, v)], -1))
-        mask = None if key_mask is None else self._gathered(key_mask[:, self.local.to(k.device)].to(torch.uint8)).bool()
+
+        def everywhere(x: Tensor) -> Tensor:
+            return gathered(x, self.link, self.runs, 1, sums=True)
+
+        local = self.local.to(k.device)
+        both = everywhere(torch.cat([x.index_select(1, local) for x in (k, v)], -1))
+        mask = None if key_mask is None else everywhere(key_mask.index_select(1, local).to(torch.uint8)).bool()
         return both[..., : k.shape[-1]], both[..., k.shape[-1] :], mask
 
     def like(self, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tensors as `keys` returns, without values or communication."""
         k, v = (x.new_empty(1).expand(len(x), len(self.positions), *x.shape[2:]) for x in (k, v))
         return k, v, None if key_mask is None else key_mask.new_ones(len(key_mask), len(self.positions))
-
-    def _gathered(self, x: Tensor) -> Tensor:
-        found: Tensor = _Everywhere.apply(x.movedim(1, -1), self)  # type: ignore[no-untyped-call]
-        return found.movedim(-1, 1)
-
-
-class _Everywhere(torch.autograd.Function):
-    """x [..., tokens] of every rank as [..., keys], by the targets of a `_Beyond`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, beyond: _Beyond) -> Tensor:
-        ctx.beyond = beyond
-        lengths = tuple(len(each) for each in beyond.targets)
-        whole = x.new_empty(*x.shape[:-1], sum(lengths))
-        for part, target in zip(beyond.link.all_gather_ragged(x.contiguous(), lengths), beyond.targets):
-            whole[..., target.to(x.device)] = part
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
-        link, targets = ctx.beyond.link, ctx.beyond.targets
-        total = link.all_reduce(grad.to(sum_dtype(grad.dtype)))
-        return total[..., targets[link.rank].to(grad.device)].to(grad.dtype), None
-
-
-class _Tied(torch.autograd.Function):
-    """out, whose backward pass also reaches the gathered keys and values, with zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *gathered: Tensor) -> Tensor:
-        ctx.like = [(x.shape, x.dtype, x.device) for x in gathered]
-        return out.view_as(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grads[0], *(torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in ctx.like)
 
 
 def _digest(ids: Any) -> Any:

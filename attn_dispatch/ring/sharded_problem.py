@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.decisions.call import attend_on_device
-from attn_dispatch.kernels.autograd import CHECKPOINT_STOP, differentiable
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels.autograd import differentiable
 from attn_dispatch.kernels.hidden import Hidden
-from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
-from attn_dispatch.ring.engine import ulysses
+from attn_dispatch.kernels.numerics import with_positive_scale
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import steps_of
-from attn_dispatch.ring.link import Link
+from attn_dispatch.ring.link import Link, gathered
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.traffic import put_tokens, tokens_of, traffic_of
-from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
+from attn_dispatch.ring.rows.traffic import tokens_of, traffic_of
+from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.text import one_line
+
+NAME = "ring"  #: the backend whose orders are the exchanges
+
+
+def local_problem(call: Call) -> Problem:
+    """The problem of this rank's tokens alone, as a dense one.
+
+    Raises:
+        InvalidInput: no call over a mesh takes an argument.
+    """
+    for name in ("softcap", "bias", "alibi_slopes"):
+        if getattr(call, name) is not None:
+            raise InvalidInput(f"{name} cannot be given with mesh: over ranks scores are only scaled")
+    for name in ("first_head", "all_heads"):
+        if (got := getattr(call, name)) is not None:
+            raise InvalidInput(f"over a mesh every rank holds all heads: {name} must be None, got {got!r}")
+    problem = Problem.of_call(call.with_pattern(None, seq_lens=None))
+    if problem.q_len != problem.k_len:
+        raise InvalidInput(f"over a mesh q and k must have one length, got {problem.q_len} and {problem.k_len}")
+    return problem
+
+
+def equal_on_ranks(problem: Problem, pattern: Pattern, kind: str) -> dict[str, Any]:
+    """What must be equal on every rank of its local problem, the whole pattern and the shards, in plain values."""
+    plain = {**problem.to_dict(), "pattern": pattern.to_dict(), "shards": kind}
+    return {name: x for name, x in plain.items() if name not in ("q_len", "k_len", "strides", "ranks")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +73,9 @@ class ShardedProblem:
             steps_of(problem, self.layout, self.link.rank, RING)
         except LookupError as error:
             found = dict.fromkeys(found, str(error))
-        found[ULYSSES] = ulysses.refusal(problem, self.layout.ranks)
         if problem.device.type not in self.link.devices:
             text = f"the process group cannot send {problem.device.type} tensors"
-            found |= dict.fromkeys((RING, GATHER, ULYSSES), text)
+            found |= dict.fromkeys((RING, GATHER), text)
         return found
 
     def sees_others(self, rank: int) -> str:
@@ -80,11 +105,11 @@ class ShardedProblem:
         """
         if exchange != LOCAL:
             self.link.connect(self.problem.device)
-        whole_mask = None if key_mask is None else self._whole(key_mask)
-        if exchange == ULYSSES:
-            return self._by_heads(q, k, v, seq_lens, whole_mask)
+        mask = key_mask
+        if mask is not None:
+            mask = gathered(mask.to(torch.uint8), self.link, self.layout.chunks, 1, sums=False).bool()
         q, problem = with_positive_scale(q, self.problem)
-        ring = self._call(exchange, problem, seq_lens, whole_mask)
+        ring = self._call(exchange, problem, seq_lens, mask)
         call = self._hidden(ring).around(ring)
         if problem.needs_grad:
             return differentiable(q, k, v, call)
@@ -93,8 +118,7 @@ class ShardedProblem:
 
     def reserve(self, exchange: str) -> None:
         """Allocate receive buffers before rows are sent: if that fails, no other rank waits for this one."""
-        if exchange != ULYSSES:
-            self._call(exchange, self.problem, None, None).reserve()
+        self._call(exchange, self.problem, None, None).reserve()
 
     def _call(self, exchange: str, problem: Problem, seq_lens: Tensor | None, mask: Tensor | None) -> RingCall:
         steps = steps_of(problem, self.layout, self.link.rank, exchange if exchange != LOCAL else RING)
@@ -111,40 +135,3 @@ class ShardedProblem:
         whole = Hidden.of(call.problem, {} if call.seen is None else {"key_mask": call.seen})
         keys = None if whole.keys is None else tokens_of(whole.keys, self.layout, self.link.rank)
         return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])
-
-    def _by_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        transport, layout, problem = self.link.transport, self.layout, self.problem
-        q, k, v = (ulysses.to_heads(x, transport, layout) for x in (q, k, v))
-        error = None
-        try:
-            call = Call(q, k, v, problem.pattern, seq_lens=seq_lens, key_mask=mask)
-            out, lse = attend_on_device(call._replace(scale=problem.scale, return_lse=problem.return_lse))
-        except CHECKPOINT_STOP:
-            raise
-        except Exception as raised:  # noqa: BLE001 - other ranks wait for this one's rows: NaN is sent
-            error, (out, lse) = raised, _no_results(q, problem)
-        del q, k, v  # unused below; autograd may hold them
-        out = ulysses.to_tokens(out, transport, layout)
-        if lse is not None:
-            lse = ulysses.to_tokens(lse.transpose(1, 2), transport, layout).transpose(1, 2)
-        if problem.needs_grad:
-            self.link.raise_if_any_failed(error)
-        if error is not None:
-            raise error
-        return out, lse
-
-    def _whole(self, key_mask: Tensor) -> Tensor:
-        """Gather key_mask from all ranks, [batch, tokens of the whole sequence]; a collective."""
-        parts = self.link.all_gather_ragged(key_mask.to(torch.uint8), self.layout.lengths)
-        whole = key_mask.new_empty(key_mask.shape[0], self.layout.tokens)
-        for rank, part in enumerate(parts):
-            put_tokens(whole, part.bool(), self.layout, rank)
-        return whole
-
-
-def _no_results(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """out and lse, filled with NaN."""
-    out = torch.full_like(q, math.nan)
-    return out, out[..., 0].transpose(1, 2).to(sum_dtype(problem.dtype)) if problem.return_lse else None

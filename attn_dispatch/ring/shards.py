@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.ring.link import Link, agree, link_of
-from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, Layout, deal
-from attn_dispatch.ring.rows.traffic import positions_of
+from attn_dispatch.ring.link import Link, agree, errors_sent, gathered, link_of
+from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
+from attn_dispatch.ring.rows.traffic import positions_of, tokens_of
 from attn_dispatch.spec import checks
+from attn_dispatch.spec.tracing import ContextParallel
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,9 @@ class Sharded:
 
 
 def spread_of(mesh: object) -> tuple[Link, Sharded]:
-    """The link and the `Sharded` of a mesh; contiguous unless `mesh` is a `Sharded`."""
+    """The link and the `Sharded` of a mesh, or of torch's context_parallel; by default contiguous."""
+    if isinstance(mesh, ContextParallel):
+        mesh = Sharded(mesh.mesh, ZIGZAG if mesh.balanced else CONTIGUOUS)
     spread = mesh if isinstance(mesh, Sharded) else Sharded(mesh)
     return link_of(spread.mesh), spread
 
@@ -77,9 +78,7 @@ def shard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
     """
     link, spread = spread_of(mesh)
     axis = _axis(x, dim)
-    chunks = spread.layout(x.shape[axis]).chunks[link.rank]
-    parts = [x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
+    return tokens_of(x, spread.layout(x.shape[axis]), link.rank, axis).contiguous()
 
 
 def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
@@ -97,16 +96,12 @@ def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
             has exited, or did not answer in time.
     """
     link, spread = spread_of(mesh)
-    try:
+    with errors_sent(link):
         axis = _axis(x, dim)
-    except InvalidInput as error:
-        agree(link, {}, 0, 0, error)  # sends the error to the other ranks and raises it
-        raise
     shape = [None if at == axis else size for at, size in enumerate(x.shape)]
     arguments = {"shape": shape, "dtype": str(x.dtype), "device": x.device.type, "shards": spread.kind}
     layout = Layout(agree(link, arguments, x.shape[axis], 0).lengths, spread.kind)
-    whole: Tensor = _Gathered.apply(x, link, layout, axis)  # type: ignore[no-untyped-call]
-    return whole
+    return gathered(x, link, layout.chunks, axis, sums=False).contiguous()
 
 
 def shard_positions(length: int, mesh: object) -> Tensor:
@@ -135,27 +130,6 @@ def weights_of(mesh: object, each: float) -> tuple[float, ...]:
     if not all(0 < share < math.inf for share, _ in found):
         raise InvalidInput(f"each must be a positive number on every rank, got {', '.join(text for _, text in found)}")
     return tuple(share for share, _ in found)
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, link: Link, layout: Layout, axis: int) -> Tensor:
-        ctx.layout, ctx.rank, ctx.axis = layout, link.rank, axis
-        parts = link.all_gather_ragged(x.movedim(axis, -1).contiguous(), layout.lengths)
-        whole = x.new_empty(*parts[0].shape[:-1], layout.tokens)
-        for rank, part in enumerate(parts):
-            start = 0
-            for chunk in layout.chunks[rank]:
-                whole[..., chunk.start : chunk.stop] = part[..., start : start + len(chunk)]
-                start += len(chunk)
-        return whole.movedim(-1, axis).contiguous()
-
-    @staticmethod
-    @once_differentiable  # linear: the backward pass depends on the incoming gradient alone
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
-        parts = [grad.narrow(ctx.axis, chunk.start, len(chunk)) for chunk in ctx.layout.chunks[ctx.rank]]
-        return torch.cat(parts, ctx.axis), None, None, None
 
 
 def _axis(x: Sequence[Any] | Tensor, dim: int) -> int:

@@ -20,7 +20,7 @@ from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
-from attn_dispatch.ring.sharded_problem import ShardedProblem
+from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem
 from attn_dispatch.spec.orders import LOCAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Row
@@ -34,17 +34,9 @@ from attn_dispatch.tuning.oracle import Oracle
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import exhausted, warned_if_long
 
-NAME = "ring"  #: the backend whose orders are the exchanges
 MOST_ROUNDS, FEWEST_ROUNDS = 9, 3
 SMALL = 192  #: tokens of the problem that the gate compares with float64
 SMALL_BATCH = 2
-
-Tensors = tuple[Tensor, Tensor, Tensor]
-
-
-def version() -> str:
-    """The version of torch, whose process groups the exchanges use."""
-    return str(torch.__version__)
 
 
 class FailedOnRanks(Exception):
@@ -117,35 +109,35 @@ class Trial:
     """One trial; every method is a collective and has the same result on every rank.
 
     Args:
-        names: the candidates. first: the incumbent, replaced only by a candidate that is proven faster.
         tensors: q, k and v of this rank, which are not written to. masks: `seq_lens` and `key_mask`, if given.
     """
 
     sharded: ShardedProblem
-    names: Sequence[str]
-    first: str
-    tensors: Tensors
+    tensors: tuple[Tensor, Tensor, Tensor]
     masks: Mapping[str, Tensor]
-    budget_ms: float
     found: dict[str, Row] = field(default_factory=dict[str, Row])
 
-    def rows(self) -> tuple[dict[str, Row], str | None, float]:
-        """A row for each candidate, the chosen one (None if all failed), and the milliseconds of the trial."""
+    def rows(self, names: Sequence[str], first: str, budget_ms: float) -> tuple[dict[str, Row], str | None, float]:
+        """A row for each candidate, the chosen one (None if all failed), and the milliseconds of the trial.
+
+        Args:
+            first: the incumbent, replaced only by a candidate that is proven faster.
+        """
         start, warned = time.perf_counter(), self.sharded.link.rank > 0
         watch = SlowestRank(self.sharded.link, self.sharded.problem.device)
         runners = dict[str, tuple[Candidate, Admitted]]()
         backend = _Exchanges(self.sharded)
-        for name in self.names:
-            candidate = Candidate(backend, name, version())
+        for name in names:
+            candidate = Candidate(backend, name, str(torch.__version__))
             try:
                 runners[candidate.title] = candidate, self._admitted(candidate, watch)
             except FailedOnRanks as error:
                 self._failed(candidate, error)
             warned = warned or warned_if_long(self.sharded.problem, time.perf_counter() - start)
-        race = Race(Request(self.sharded.problem, ""), runners, titled(NAME, self.first), lambda: watch.spent_s)
+        race = Race(Request(self.sharded.problem, ""), runners, titled(NAME, first), lambda: watch.spent_s)
         race.stopwatch, race.most_rounds = watch, MOST_ROUNDS
         round_s = sum(admitted.call_ms for _, admitted in runners.values()) / 1e3
-        exhausted(race.run(self._call, max(self.budget_ms / 1e3, FEWEST_ROUNDS * round_s)))
+        exhausted(race.run(self._call, max(budget_ms / 1e3, FEWEST_ROUNDS * round_s)))
         self.sharded.link.transport.release()  # buffers of other exchanges
         chosen = race.choose()
         for title, (candidate, _) in runners.items():

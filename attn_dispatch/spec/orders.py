@@ -37,8 +37,7 @@ ORDERS = (NATURAL, HILBERT, RESIDUE)
 LOCAL = "local"  #: none: no rank sees another rank's rows
 RING = "ring"  #: from one peer after another, while rows that have arrived are computed
 GATHER = "gather"  #: from all peers at once
-ULYSSES = "ulysses"  #: all-to-all from sharded tokens to sharded heads, and back
-EXCHANGES = (LOCAL, RING, GATHER, ULYSSES)
+EXCHANGES = (LOCAL, RING, GATHER)
 
 
 def check(order: object) -> str:

@@ -20,7 +20,6 @@ HELD = {
     "decisions.call._observers",
     "kernels.device_cache._captured",
     "kernels.registry._guards",
-    "ring.link._connections",
     "ring.link._links",
     "store.quarantine._own_markers",
 }

@@ -162,71 +162,36 @@ def test_contexts_inside_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert patterns == [(1, 1, 1), None] * 2 + [(3, 3, 3), None] * 2
 
 
-def wrong_grid_of_wan() -> None:
-    model, tensors = diffusion.wan()
-    model.set_attention_backend("attn_dispatch")
-    with neighborhood((2, 4, 4), 3):
+def running(made: tuple[Any, Any], grid: Any, backend: str = "attn_dispatch") -> None:
+    model, tensors = made
+    model.set_attention_backend(backend)
+    with neighborhood(grid, 3):
         model(**tensors)
 
 
-def wrong_grid_of_flux() -> None:
-    model, tensors = diffusion.flux()
-    model.set_attention_backend("attn_dispatch")
-    with neighborhood((4, 4), 3):
-        model(**tensors)
+def calling(text: int, mask: Tensor | None, **more: Any) -> None:
+    q = torch.randn(1, text + 24, 2, 8)
+    integration.attention(q, q, q, grids.GridMask(grids.Neighborhood((4, 6), 3), text, mask), **more)
 
 
-def single_blocks_alone() -> None:
-    model, tensors = diffusion.flux(num_layers=0)
-    model.set_attention_backend("attn_dispatch")
-    with neighborhood(FLUX_GRID, 3):
-        model(**tensors)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "Wan's grid": (
+        lambda: running(diffusion.wan(), (2, 4, 4)),
+        r"\(2, 4, 4\) holds 32 tokens, but the sequence",
+    ),
+    "Flux's grid": (lambda: running(diffusion.flux(), (4, 4)), r"grid \(4, 4\) holds 16 tokens, Flux has 24"),
+    "single blocks": (lambda: running(diffusion.flux(num_layers=0), FLUX_GRID), "no double block before it said how"),
+    "a backend": (lambda: running(diffusion.wan(), WAN_GRID, "native"), r'\("attn_dispatch"\), but WanAttnProcessor'),
+    "a model": (lambda: running(diffusion.qwen_image(), (4, 4)), "tokens of WanAttnProcessor, FluxAttnProcessor only"),
+    "a mask": (lambda: calling(5, torch.ones(29, 29, dtype=torch.bool)), "must be about keys alone"),
+    "causal": (lambda: calling(0, None, is_causal=True), r"give it to neighborhood\(\)"),
+    "a window": (lambda: neighborhood(WAN_GRID, 2).__enter__(), "window"),
+}
 
 
-def another_backend() -> None:
-    model, tensors = diffusion.wan()
-    model.set_attention_backend("native")
-    with neighborhood(WAN_GRID, 3):
-        model(**tensors)
-
-
-def another_model() -> None:
-    model, tensors = diffusion.qwen_image()
-    model.set_attention_backend("attn_dispatch")
-    with neighborhood((4, 4), 3):
-        model(**tensors)
-
-
-def mask_of_queries() -> None:
-    q = torch.randn(1, 29, 2, 8)
-    mask = grids.GridMask(grids.Neighborhood((4, 6), 3), 5, torch.ones(29, 29, dtype=torch.bool))
-    integration.attention(q, q, q, mask)
-
-
-def causal_call() -> None:
-    q = torch.randn(1, 24, 2, 8)
-    integration.attention(q, q, q, grids.GridMask(grids.Neighborhood((4, 6), 3), 0, None), is_causal=True)
-
-
-def even_window() -> None:
-    with neighborhood(WAN_GRID, 2):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        (wrong_grid_of_wan, r"grid \(2, 4, 4\) holds 32 tokens, but the sequence has 24"),
-        (wrong_grid_of_flux, r"grid \(4, 4\) holds 16 tokens, Flux has 24"),
-        (single_blocks_alone, "no double block before it said how many are text"),
-        (another_backend, r'needs model.set_attention_backend\("attn_dispatch"\), but WanAttnProcessor uses'),
-        (another_model, "knows the tokens of WanAttnProcessor, FluxAttnProcessor only"),
-        (mask_of_queries, "must be about keys alone"),
-        (causal_call, r"give it to neighborhood\(\)"),
-        (even_window, "window"),
-    ],
-)
-def test_what_is_refused(ask: Any, says: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    ask, says = REFUSED[name]
     with torch.no_grad(), pytest.raises(InvalidInput, match=says):
         ask()
 

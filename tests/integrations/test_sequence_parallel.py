@@ -78,24 +78,20 @@ def exact(pattern: Pattern, heads: tuple[int, int], **arguments: Any) -> list[Te
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def errors_of(found: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """The largest of each on this rank's tokens."""
-    return [float((x - y.chunk(WORLD, 1)[dist.get_rank()]).abs().max()) for x, y in zip(found, expected, strict=True)]
-
-
-def by_deepspeed(pattern: Pattern, heads: tuple[int, int], first: bool, arguments: dict[str, Any]) -> list[float]:
-    """A job: errors of out, dq, dk and dv. `first`: the sequence is the first axis."""
-    layer = deepspeed("sequence.layer")
-    group = dist.group.WORLD
-    deepspeed("utils.groups")._get_sequence_parallel_rank = lambda: dist.get_rank(group)  # asked where heads are uneven
-    *inputs, grad = (x.chunk(WORLD, 1)[dist.get_rank()] for x in whole(*heads))
-    given = [(x.transpose(0, 1) if first else x).contiguous().requires_grad_() for x in inputs]
-    local = LocalAttention(pattern, group, int(first), **arguments)
-    attention = layer.DistributedAttention(local, group, scatter_idx=2, gather_idx=0 if first else 1)
-    out = attention(*given, int(first))
-    grads = torch.autograd.grad(out, given, (grad.transpose(0, 1) if first else grad).reshape(out.shape))
-    found = [x.transpose(0, 1) if first else x for x in (out.reshape(given[0].shape), *grads)]
-    return errors_of(found, exact(pattern, heads, **arguments))
+def of_heads(pattern: Pattern, heads: tuple[int, int], first: bool, arguments: dict[str, Any]) -> list[float]:
+    """A job: errors of out, dq, dk and dv, of the heads that DeepSpeed deals to this rank and the whole sequence, as
+    DistributedAttention calls it. `first`: the sequence is the first axis.
+    """
+    own, each = torch.arange(heads[1]).tensor_split(WORLD)[dist.get_rank()], heads[0] // heads[1]
+    kv = slice(int(own[0]), int(own[-1]) + 1)
+    mine = slice(kv.start * each, kv.stop * each)
+    parts = [x[:, :, some] for x, some in zip(whole(*heads), (mine, kv, kv, mine))]
+    *given, grad = (x.transpose(0, 1) if first else x for x in parts)
+    q, k, v = (x.contiguous().requires_grad_() for x in given)
+    out = LocalAttention(pattern, dist.group.WORLD, int(first), **arguments)(q, k, v)
+    found = [x.transpose(0, 1) if first else x for x in (out, *torch.autograd.grad(out, (q, k, v), grad))]
+    expected = zip(exact(pattern, heads, **arguments), (mine, mine, kv, kv))
+    return [float((x - y[:, :, some]).abs().max()) for x, (y, some) in zip(found, expected)]
 
 
 def refusal(pattern: Pattern | None, group: bool, args: tuple[Any, ...], arguments: dict[str, Any]) -> str:
@@ -113,14 +109,12 @@ def refusal(pattern: Pattern | None, group: bool, args: tuple[Any, ...], argumen
 
 @crossed(pattern=PATTERNS, heads=HEADS, first=(False, True))
 def test_two_ranks_compute_what_one_does(pattern: str, heads: str, first: bool) -> None:
-    needs("deepspeed")
-    for errors in everywhere(by_deepspeed, PATTERNS[pattern], HEADS[heads], first, {}):
+    for errors in everywhere(of_heads, PATTERNS[pattern], HEADS[heads], first, {}):
         assert max(errors) < 1e-9
 
 
 def test_more_arguments() -> None:
     """Masks of the whole sequence, and slopes of all heads."""
-    needs("deepspeed")
     mask = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.8
     slopes = torch.linspace(0.1, 0.7, 4, dtype=torch.float64)
     documents = (torch.arange(LENGTH) >= 13).long().expand(BATCH, -1)
@@ -130,7 +124,7 @@ def test_more_arguments() -> None:
         (Dense(is_causal=True), {"documents": documents}),
         (Window(4, 0), {"sink": torch.linspace(-1, 1, 4, dtype=torch.float64), "scale": 0.3}),
     ):
-        for errors in everywhere(by_deepspeed, pattern, (4, 4), False, arguments):
+        for errors in everywhere(of_heads, pattern, (4, 4), False, arguments):
             assert max(errors) < 1e-9
 
 
@@ -307,12 +301,8 @@ def in_fsdp(checkpointed: bool) -> tuple[float, float]:
     for layer in (*model.model.layers, model):
         fsdp.fully_shard(layer, mesh=mesh_of_ranks())
     logits, grads = logits_and_grads(model, ids)
-    whole_grads = [x.full_tensor() for x in map(as_any, grads)]  # the mean over ranks, of the same batch
-    return worst([logits], [expected]), worst(whole_grads, exact_grads)
-
-
-def as_any(x: Any) -> Any:
-    return x
+    sharded: list[Any] = list(grads)  # the mean over ranks, of the same batch
+    return worst([logits], [expected]), worst([x.full_tensor() for x in sharded], exact_grads)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -98,16 +98,6 @@ def test_equal_to_torch(
             torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
 
 
-def test_causal_as_in_torch() -> None:
-    theirs, x = of_torch(batch_first=True), drawn(2, 9, DIM)
-    ours = MultiheadAttention(DIM, HEADS)
-    ours.load_state_dict(theirs.state_dict(), strict=True)
-    mask = nn.Transformer.generate_square_subsequent_mask(9)
-    expected = theirs(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
-    for found in (ours(x, is_causal=True)[0], ours(x, x, x, attn_mask=mask, is_causal=True)[0]):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-
-
 def test_initial_values_are_distributed_as_torchs() -> None:
     torch.manual_seed(0)
     theirs, ours = nn.MultiheadAttention(256, 4), MultiheadAttention(256, 4)
@@ -231,80 +221,58 @@ def test_modules_that_cannot_be(arguments: dict[str, Any], message: str) -> None
 
 
 def test_what_asks_for_nothing_is_taken() -> None:
-    module = MultiheadAttention(DIM, HEADS, kdim=None, add_zero_attn=False)
-    assert module.pattern() == Dense()
+    theirs, module = of_torch(), MultiheadAttention(DIM, HEADS, kdim=None, add_zero_attn=False)
     assert "32, num_heads=4, pattern=Dense()" in str(module)
+    assert all(getattr(module, name) == getattr(theirs, name) for name in ("embed_dim", "num_heads", "head_dim"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"need_weights": True}, "need_weights must be False"),
-        (
-            {"key_padding_mask": torch.zeros(2, 8, dtype=torch.int64)},
-            r"must be bool or floating point \[batch, k_len\] \[2, 8\], .* got torch.int64 \[2, 8\]",
-        ),
-        ({"key_padding_mask": torch.zeros(2, 7).bool()}, r"got torch.bool \[2, 7\]"),
-        ({"attn_mask": torch.zeros(2, 8, 8)}, r"attn_mask must be .*\[8, 8, 8\], got \[2, 8, 8\]"),
-        ({"key": torch.zeros(2, 8, 16)}, r"key must be \[batch, len, embed_dim\] with embed_dim 32, got \[2, 8, 16\]"),
-        ({"positions": torch.arange(8)}, "positions need rotary_base"),
-        ({"cache": KVCache()}, r"cache needs causal Dense, Dilated or Window, got Dense\(\)"),
-        ({"cache": KVCache(), "is_causal": True, "key": torch.zeros(2, 8, DIM)}, "cache is for self-attention"),
-    ],
-)
-def test_calls_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+ROTARY: dict[str, Any] = {"rotary_base": 1e4}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"need_weights": True}, "need_weights must be False"),
+    ({}, {"key_padding_mask": torch.zeros(2, 8, dtype=torch.int64)}, r"\[2, 8\], .* got torch.int64 \[2, 8\]"),
+    ({}, {"key_padding_mask": torch.zeros(2, 7).bool()}, r"must be bool or floating .* got torch.bool \[2, 7\]"),
+    ({}, {"attn_mask": torch.zeros(2, 8, 8)}, r"attn_mask must be .*\[8, 8, 8\], got \[2, 8, 8\]"),
+    ({}, {"key": torch.zeros(2, 8, 16)}, r"key must be \[batch, len, embed_dim\] with embed_dim 32, got \[2, 8, 16\]"),
+    ({}, {"positions": torch.arange(8)}, "positions need rotary_base"),
+    ({}, {"cache": KVCache()}, r"cache needs causal Dense, Dilated or Window, got Dense\(\)"),
+    ({}, {"cache": KVCache(), "is_causal": True, "key": torch.zeros(2, 8, DIM)}, "cache is for self-attention"),
+    (ROTARY, {"key": torch.zeros(2, 6, DIM)}, "query and key of one length, got 8 and 6"),
+    (ROTARY, {"positions": torch.arange(8.0)}, r"positions must be integers .* got torch.float32 \[8\]"),
+    ({"pattern": Window(3, 3)}, {"is_causal": True}, "is_causal needs a module made without pattern, which is Window"),
+    ({"batch_first": False}, {"query": torch.zeros(8, DIM)}, r"query must be \[len, batch, embed_dim\]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "arguments", "message"), REFUSED)
+def test_calls_that_cannot_be(fields: dict[str, Any], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        MultiheadAttention(DIM, HEADS)(drawn(2, 8, DIM), **arguments)
-
-
-def test_calls_that_cannot_be_with_fields() -> None:
-    rotary = MultiheadAttention(DIM, HEADS, rotary_base=1e4)
-    with pytest.raises(InvalidInput, match="query and key of one length, got 8 and 6"):
-        rotary(drawn(2, 8, DIM), drawn(2, 6, DIM))
-    with pytest.raises(InvalidInput, match=r"positions must be integers .* got torch.float32 \[8\]"):
-        rotary(drawn(2, 8, DIM), positions=torch.arange(8.0))
-    with pytest.raises(InvalidInput, match=r"is_causal needs a module made without pattern, which is Window"):
-        MultiheadAttention(DIM, HEADS, pattern=Window(3, 3))(drawn(2, 8, DIM), is_causal=True)
-    with pytest.raises(InvalidInput, match=r"query must be \[len, batch, embed_dim\]"):
-        MultiheadAttention(DIM, HEADS, batch_first=False)(drawn(8, DIM))
+        MultiheadAttention(DIM, HEADS, **fields)(**{"query": drawn(2, 8, DIM), **arguments})
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("padded", [False, True])
-def test_it_takes_its_place_in_torchs_layers(training: bool, padded: bool) -> None:
+@pytest.mark.parametrize("kind", ["encoder", "padded encoder", "decoder"])
+def test_it_takes_its_places_in_torchs_layers(training: bool, kind: str) -> None:
     """In inference too, where torch's layer may compute attention itself; with the mask that it hands on."""
     torch.manual_seed(0)
-    layer: Any = torch.nn.TransformerEncoderLayer(DIM, HEADS, dropout=0.0, batch_first=True).train(training)
-    x = drawn(2, 12, DIM)
-    padding = torch.arange(12) >= torch.tensor([[12], [7]]) if padded else None
-    kept = slice(None) if padding is None else ~padding
-    theirs = layer(x, src_key_padding_mask=padding)[kept]
-    module = MultiheadAttention(DIM, HEADS).train(training)
-    module.load_state_dict(layer.self_attn.state_dict())
-    layer.self_attn = module
-    calls = []
-    module.register_forward_hook(lambda *given: calls.append(1))
-    found = layer(x, src_key_padding_mask=padding)[kept]
-    assert torch.allclose(found, theirs, atol=1e-5)
-    assert calls == [1]
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_it_takes_both_places_in_torchs_decoder_layers(training: bool) -> None:
-    torch.manual_seed(0)
-    layer: Any = torch.nn.TransformerDecoderLayer(DIM, HEADS, dropout=0.0, batch_first=True).train(training)
-    x, memory = drawn(2, 12, DIM), drawn(2, 7, DIM, seed=1)
-    masks: dict[str, Any] = {
-        "tgt_mask": torch.nn.Transformer.generate_square_subsequent_mask(12),
-        "tgt_is_causal": True,
-        "memory_key_padding_mask": torch.arange(7) >= torch.tensor([[7], [4]]),
-    }
-    theirs = layer(x, memory, **masks)
-    for name in ("self_attn", "multihead_attn"):
+    made = torch.nn.TransformerDecoderLayer if kind == "decoder" else torch.nn.TransformerEncoderLayer
+    layer: Any = made(DIM, HEADS, dropout=0.0, batch_first=True).train(training)
+    given: list[Any] = [drawn(2, 12, DIM)]
+    padding, masks, kept = torch.arange(12) >= torch.tensor([[12], [7]]), dict[str, Any](), torch.ones(2, 12).bool()
+    if kind == "decoder":
+        given.append(drawn(2, 12, DIM, seed=1))
+        causal = torch.nn.Transformer.generate_square_subsequent_mask(12)
+        masks = {"tgt_mask": causal, "tgt_is_causal": True, "memory_key_padding_mask": padding}
+    elif kind == "padded encoder":
+        masks, kept = {"src_key_padding_mask": padding}, ~padding
+    theirs, calls = layer(*given, **masks)[kept], list[int]()
+    places = ["self_attn", *(["multihead_attn"] if kind == "decoder" else [])]
+    for name in places:
         module = MultiheadAttention(DIM, HEADS).train(training)
         module.load_state_dict(getattr(layer, name).state_dict())
+        module.register_forward_hook(lambda *_: calls.append(1))
         setattr(layer, name, module)
-    torch.testing.assert_close(layer(x, memory, **masks), theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(layer(*given, **masks)[kept], theirs, rtol=0, atol=1e-5)
+    assert len(calls) == len(places)
 
 
 @pytest.mark.parametrize("low", [-math.inf, -1.0, torch.finfo(torch.float32).min])
@@ -331,9 +299,3 @@ def test_a_floating_point_padding_mask_in_a_graph() -> None:
     mask = torch.zeros(2, 8).masked_fill(hidden, -math.inf)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, key_padding_mask=mask)[0], module(x, key_padding_mask=hidden)[0])
-
-
-def test_sizes_are_attributes_as_of_torchs() -> None:
-    theirs, module = of_torch(), MultiheadAttention(DIM, HEADS)
-    for name in ("embed_dim", "num_heads", "head_dim"):
-        assert getattr(module, name) == getattr(theirs, name)

@@ -53,16 +53,12 @@ def test_every_field_goes_through_a_dict() -> None:
         assert AttentionConfig.from_dict(json.loads(json.dumps(each.to_dict()))) == each
 
 
-def test_it_is_frozen() -> None:
+def test_it_is_frozen_and_heads_of_keys_follow_those_of_queries() -> None:
+    """Where a config is changed, and they were not given as other than these."""
     config = AttentionConfig(dim=32, heads=4)
     with pytest.raises(FrozenInstanceError):
         config.embed_dim = 64  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
     assert replace(config, embed_dim=64, ffn_dim=None) == AttentionConfig(dim=64, heads=4)
-
-
-def test_heads_of_keys_follow_those_of_queries() -> None:
-    """Where a config is changed, and they were not given as other than these."""
-    config = AttentionConfig(dim=32, heads=4)
     assert config == AttentionConfig(dim=32, heads=4, kv_heads=4)
     for changed in (replace(config, num_heads=8), MultiheadAttention(config, 8).config):
         assert changed.kv_heads == 8

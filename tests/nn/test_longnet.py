@@ -136,21 +136,6 @@ def test_padding_is_not_seen() -> None:
     torch.testing.assert_close(found[1:, :13], layer(x[1:, :13]))
 
 
-def test_decoding_with_a_cache() -> None:
-    layer = scattered(LongNetDecoderLayer(CONFIG, rotary_base=1e4, dtype=torch.float64))
-    x, cache = drawn(2, 20, 32), KVCache()
-    parts = [layer(x[:, start : start + 5], cache=cache) for start in range(0, 20, 5)]
-    torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-10, atol=1e-10)
-
-
-def test_no_later_token_reaches_a_decoder() -> None:
-    layer = scattered(LongNetDecoderLayer(CONFIG, dtype=torch.float64))
-    x = drawn(1, 20, 32)
-    other = torch.cat((x[:, :11], -x[:, 11:]), 1)
-    torch.testing.assert_close(layer(x)[:, :11], layer(other)[:, :11])
-    assert not torch.allclose(layer(x)[:, 11:], layer(other)[:, 11:])
-
-
 @pytest.mark.parametrize("cross_attention", [False, True])
 @pytest.mark.parametrize("sub_norm", [True, False])
 def test_initial_values(sub_norm: bool, cross_attention: bool) -> None:

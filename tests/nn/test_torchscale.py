@@ -1,12 +1,7 @@
-"""torchscale's classes: strict state dicts; its numbers by its definition in float64, and by itself where installed.
-
-torchscale on PyPI has no dilated attention, so that only `pip install git+https://github.com/microsoft/torchscale`
-brings what the last tests need; its flash-attn is replaced by a formula.
-"""
+"""torchscale's classes: strict state dicts, and its numbers by its definition in float64."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -17,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.nn import DilatedAttention
 from attn_dispatch.nn import torchscale as ours
-from attn_dispatch.nn.like_torchscale import attend_like_torchscale
+from attn_dispatch.nn.attention import attend_like_torchscale
 from attn_dispatch.spec.pattern import Dilated
 from tests.support import calls
 from tests.support.pairwise import crossed
@@ -36,25 +32,13 @@ DEFAULTS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "activation_dropout": 0.0,
     "no_scale_embedding": True,
-    "layernorm_embedding": False,
-    "moe_freq": 0,
-    "rel_pos_buckets": 0,
-    "max_rel_pos": 0,
-    "deepnorm": False,
     "subln": True,
-    "multiway": False,
-    "share_encoder_input_output_embed": False,
     "no_output_layer": False,
     "layernorm_eps": 1e-5,
     "vocab_size": -1,
-    "checkpoint_activations": False,
-    "fsdp": False,
-    "xpos_rel_pos": False,
-    "flash_attention": True,
     "segment_length": [8, 13, 21],
     "dilated_ratio": [1, 2, 4],
-    "seq_parallel": False,
-}  #: of torchscale's EncoderConfig, but for sizes
+}  #: of torchscale's EncoderConfig, but for sizes, and for what is off
 LINEAR = ("k_proj", "v_proj", "q_proj", "out_proj")
 
 
@@ -142,20 +126,34 @@ def test_where_the_exact_pattern_differs(length: int, is_causal: bool, like: boo
         assert (apart > 1e-3).sum().item() == length - 32  # the rows of the last segments
 
 
+def test_attention_of_a_model_is_replaced() -> None:
+    """By a class of torchscale's name; torchscale on PyPI has no dilated attention."""
+    theirs = type("DilatedAttention", (DilatedAttention,), {"__module__": "torchscale.component.dilated"})
+    model: Any = nn.Sequential(theirs(32, 4, [8, 16], [1, 2], offsets="block", dtype=torch.float64))
+    reference = model[0]
+    reference.args, reference.dropout = arguments(segment_length=[8, 16], dilated_ratio=[1, 2]), 0.0
+    reference.self_attention, reference.encoder_decoder_attention = True, False
+    x, weights = drawn(2, 37, 32), model.state_dict()
+    assert ours.replace_attention(model) == 1
+    assert type(model[0]) is ours.DilatedAttention
+    assert all(mine is weights[name] or torch.equal(mine, weights[name]) for name, mine in model.state_dict().items())
+    torch.testing.assert_close(model[0](x, x, x)[0], reference(x)[0])
+
+
 def test_names_of_parameters() -> None:
-    module = ours.DilatedAttention(arguments(), 32, 4, self_attention=True, subln=True)
+    """Those of trained weights, which load strictly."""
     names = {f"{each}.{kind}" for each in (*LINEAR, "inner_attn_ln") for kind in ("weight", "bias")}
-    assert module.state_dict().keys() == names
-    cross = ours.DilatedAttention(arguments(), 32, 4, encoder_decoder_attention=True, subln=True)
-    assert cross.state_dict().keys() == {name for name in names if "inner_attn_ln" not in name}
-    layer = {f"self_attn.{name}" for name in names}
     parts = ("self_attn_layer_norm", "final_layer_norm", "ffn.fc1", "ffn.fc2", "ffn.ffn_layernorm")
-    layer |= {f"{each}.{kind}" for each in parts for kind in ("weight", "bias")}
+    layer = {f"self_attn.{name}" for name in names} | {
+        f"{each}.{kind}" for each in parts for kind in ("weight", "bias")
+    }
     expected = {f"layers.{number}.{name}" for number in range(3) for name in layer}
     assert ours.LongNetEncoder(arguments()).state_dict().keys() == expected | {"layer_norm.weight", "layer_norm.bias"}
     plain = ours.LongNetEncoder(arguments(subln=False, normalize_output=False, vocab_size=50))
     without = {name for name in expected if "inner_attn_ln" not in name and "ffn_layernorm" not in name}
     assert plain.state_dict().keys() == without | {"output_projection.weight"}
+    cross = ours.DilatedAttention(arguments(), 32, 4, encoder_decoder_attention=True, subln=True)
+    assert cross.state_dict().keys() == {name for name in names if "inner_attn_ln" not in name}
 
 
 def test_rows_with_padding_are_as_alone() -> None:
@@ -230,64 +228,3 @@ def test_calls_that_are_refused() -> None:
         encoder(torch.zeros(1, 4).long())
     with pytest.raises(InvalidInput, match="LongNetEncoder has no DilatedAttention of torchscale"):
         ours.replace_attention(encoder)
-
-
-# --- the library itself -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """torchscale's class, on a CPU."""
-    reason = "its dilated attention is not installed: pip install git+https://github.com/microsoft/torchscale einops"
-    pytest.importorskip("torchscale.component.dilated_attention", reason=reason)
-
-    def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: None, scale: None, is_causal: bool) -> Any:
-        parts = [
-            [softmax_of(q[row, :, head], k[row, :, head], v[row, :, head], is_causal) for head in range(q.shape[2])]
-            for row in range(q.shape[0])
-        ]
-        out = torch.stack([torch.stack([each for each, _ in row], 1) for row in parts])
-        return out, torch.stack([torch.stack([lse for _, lse in row]) for row in parts])
-
-    dense = importlib.import_module("torchscale.component.multihead_attention")
-    monkeypatch.setattr(dense, "flash_attn_func", flash)
-    return importlib.import_module("torchscale.component.dilated_attention").DilatedAttention
-
-
-@crossed(
-    branches=tuple(BRANCHES), length=(1, 16, 37), heads=(3, 8), is_causal=(False, True),
-    dtype=(torch.float32, torch.float64),
-)  # fmt: skip
-def test_equal_to_the_library(
-    theirs: Any, branches: str, length: int, heads: int, is_causal: bool, dtype: torch.dtype
-) -> None:
-    segments, rates = BRANCHES[branches]
-    args = arguments(segment_length=list(segments), dilated_ratio=list(rates))
-    reference = theirs(args, 8 * heads, heads, self_attention=True, subln=True).to(dtype)
-    module = ours.DilatedAttention(args, 8 * heads, heads, self_attention=True, subln=True, like_torchscale=True)
-    module.to(dtype).load_state_dict(reference.state_dict(), strict=True)
-    wrapped = nn.Sequential(reference)
-    assert ours.replace_attention(wrapped, like_torchscale=True) == 1
-    assert isinstance(wrapped[0], ours.DilatedAttention)
-    x = drawn(2, length, 8 * heads, dtype=dtype)
-    expected = reference(x, x, x, is_causal=is_causal)[0]
-    for found in (module, wrapped[0]):
-        torch.testing.assert_close(found(x, x, x, is_causal=is_causal)[0], expected, rtol=0, atol=1e-6)
-
-
-def test_a_decoder_of_the_library(theirs: Any) -> None:
-    """LongNetDecoder, which has no class here: its attention is exchanged, and it stays what it was."""
-    reason = "LongNetDecoder needs fairscale and timm"
-    library = pytest.importorskip("torchscale.model.LongNet", reason=reason, exc_type=ImportError)
-    sizes = {"decoder_embed_dim": 32, "decoder_attention_heads": 4, "decoder_ffn_embed_dim": 48, "decoder_layers": 2}
-    config = importlib.import_module("torchscale.architecture.config").DecoderConfig(
-        **sizes, vocab_size=50, dropout=0.0, flash_attention=True, segment_length="[8, 13]", dilated_ratio="[1, 2]"
-    )
-    torch.manual_seed(0)
-    model = library.LongNetDecoder(config, embed_tokens=nn.Embedding(50, 32)).double().eval()
-    tokens = torch.arange(42).reshape(2, 21)
-    expected = model(tokens)[0]
-    assert ours.replace_attention(model, like_torchscale=True) == 2
-    torch.testing.assert_close(model(tokens)[0], expected, rtol=0, atol=1e-6)
-    with pytest.raises(InvalidInput, match="incremental_state must be None"):
-        model(tokens, incremental_state={"is_first_step": True})

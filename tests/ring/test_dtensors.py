@@ -242,26 +242,3 @@ def test_explain_says_what_a_rank_computes(ranks: Ranks, where: str, sizes: list
     for problem in ranks.everywhere(explained, where):
         assert problem.startswith(str(sizes))
         assert ("ranks 2" in problem) == (where == "tokens")
-
-
-def compiled(where: str) -> bool:
-    """A job: whether a compiled function gives what the eager one gives, with its gradient."""
-    mesh = mesh_of(*MESH)
-    q, k, v, grad = whole()
-    given = [distribute_tensor(x, mesh, WHERE[where]).requires_grad_() for x in (q, k, v)]
-    grads = distribute_tensor(grad, mesh, WHERE[where])
-
-    def call(q: Any, k: Any, v: Any) -> Any:
-        return attend(q * 2, k, v, is_causal=True) * 3
-
-    def found(function: Callable[..., Any]) -> list[Tensor]:
-        out = function(*given)
-        return [full(x) for x in (out, *torch.autograd.grad(out, given, grads))]
-
-    return agree(found(torch.compile(call, backend="aot_eager")), found(call))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("where", ["batch and heads", "tokens"])
-def test_compiled_functions_take_them_between_graphs(ranks: Ranks, where: str) -> None:
-    assert ranks.everywhere(compiled, where) == [True] * 8

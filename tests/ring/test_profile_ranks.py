@@ -56,23 +56,6 @@ def test_every_rank_has_every_decision(ranks: Ranks) -> None:
     assert {(96, 1), (112, 1), (128, 1), (98, 2)} <= stored
 
 
-def stored_lengths(problems: list[Problem]) -> set[tuple[int, int]]:
-    """A job: of all decisions that this rank has stored the lengths of queries and keys."""
-    torch.set_num_threads(1)
-    profile_over(problems, ring_ranks.group(), budget_s=0.1, progress=False)
-    stored = [decision.problem for _, decision in Store(cache_folder()).all()]
-    return {(each["q_len"], each["k_len"]) for each in stored}
-
-
-def test_every_rank_has_decisions_of_few_queries(ranks: Ranks) -> None:
-    """They are of another number of keys than the problems."""
-    problems = [
-        replace(Case("", Dense(), (1, length, 2, 16)).problem(torch.float32, needs_grad=False), q_len=1)
-        for length in (33, 65)
-    ]
-    assert ranks.everywhere(stored_lengths, problems, ranks=2) == [{(1, 64), (1, 128)}] * 2
-
-
 def budgets(problems: list[Problem], weights: list[float]) -> list[tuple[int, int, float]]:
     """A job: of what this rank measures, in order, the q_len, the number of ranks and the seconds."""
     given: list[tuple[int, int, float]] = []

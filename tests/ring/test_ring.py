@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attn_dispatch import Sharded, attend, shard, unshard
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import traffic_of
 from attn_dispatch.ring.shards import spread_of
-from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES, Reordered
+from attn_dispatch.spec.orders import GATHER, LOCAL, RING, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
@@ -32,7 +31,7 @@ from tests.support.pairwise import crossed
 from tests.support.ring_calls import attended, attended_by, attended_in_blocks, changed, part, shards, tensors, whole
 from tests.support.ring_ranks import Ranks
 
-pytestmark = pytest.mark.usefixtures("little_time")
+pytestmark = pytest.mark.usefixtures("little_time", "no_trials")
 
 BY_ID = {case.id: case for case in CASES}
 SOME = (
@@ -70,7 +69,7 @@ def exchanges(problem: Problem, layout: Layout) -> list[str]:
     pattern, heads, kv_heads = problem.pattern, problem.heads, problem.kv_heads
     if not any(traffic_of(pattern, layout, heads, kv_heads, rank).receives for rank in range(layout.ranks)):
         return [LOCAL]
-    return [RING, GATHER, *[ULYSSES] * (not ulysses.refusal(problem, layout.ranks))]
+    return [RING, GATHER]
 
 
 def options_of(case: Case, exchange: str) -> dict[str, Any]:
@@ -93,9 +92,8 @@ def run(ranks: Ranks, case: Case, dtype: torch.dtype, layout: Layout, exchange: 
     case=SHARED,
     size=(2, 3, 4),
 )
-def test_conformance(ranks: Ranks, case: Case, size: int, set_mode: Any) -> None:
+def test_conformance(ranks: Ranks, case: Case, size: int) -> None:
     """Out, lse and gradients through both, for every layout and exchange. Few lengths are multiples of the ranks."""
-    set_mode("off")
     problem = case.problem(torch.float32, needs_grad=True)
     for number, kind in enumerate(KINDS):
         layout = Layout(deal(problem.q_len, size, WEIGHTS.get(size)), kind)
@@ -111,29 +109,12 @@ def test_conformance(ranks: Ranks, case: Case, size: int, set_mode: Any) -> None
     name=("causal", "longnet-both-masks", "neighborhood-2d-shift", "window-key-mask"),
     dtype=(torch.bfloat16, torch.float16, torch.float64),
 )
-def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype, set_mode: Any) -> None:
-    set_mode("off")
+def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     problem = BY_ID[name].problem(dtype, needs_grad=True)
     layout = Layout(deal(problem.q_len, 3), ZIGZAG)
     for exchange in (RING, GATHER):
         found = run(ranks, BY_ID[name], dtype, layout, exchange)
         assert gate(problem).check(found).failures == (), exchange
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(each, marks=pytest.mark.full)
-        for each in ("longnet-causal", "neighborhood-2d", "causal", "dense-one-key-head", "longnet-seq-lens")
-    ],
-)
-def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> None:
-    set_mode("off")
-    problem = BY_ID[name].problem(torch.float32, needs_grad=True)
-    for kind, exchange in zip(KINDS, (GATHER, RING)):
-        layout = Layout(deal(problem.q_len, 8), kind)
-        found = run(ranks, BY_ID[name], torch.float32, layout, exchange)
-        assert gate(problem).check(found).failures == (), kind
 
 
 @pytest.mark.full
@@ -143,9 +124,8 @@ def test_conformance_with_many_ranks(ranks: Ranks, name: str, set_mode: Any) -> 
     name=IN_BLOCKS,
     size=(2, 3),
 )
-def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int, set_mode: Any) -> None:
+def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int) -> None:
     """Like shards of long sequences: rows are received in many messages and computed on in blocks."""
-    set_mode("off")
     problem = BY_ID[name].problem(torch.float32, needs_grad=True)
     for kind, rows in zip(KINDS, (5, 8)):
         layout = Layout(deal(problem.q_len, size, WEIGHTS.get(size)), kind)
@@ -166,11 +146,10 @@ def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int, set_mode
     ],
 )
 @pytest.mark.parametrize("solver", ["triton", "sdpa", "tiles"])
-def test_conformance_by_each_solver(ranks: Ranks, name: str, solver: str, kind: str, set_mode: Any) -> None:
+def test_conformance_by_each_solver(ranks: Ranks, name: str, solver: str, kind: str) -> None:
     """`native`, the first on a CPU, computes the other tests. Of parts, out and lse are views of the whole."""
     if solver == "triton" and not INTERPRETED:
         pytest.skip("Triton is not installed, or there is a GPU for it")
-    set_mode("off")
     case = BY_ID[name]
     problem = case.problem(torch.float32, needs_grad=True)
     layout = Layout(deal(problem.q_len, 2), kind)
@@ -180,9 +159,8 @@ def test_conformance_by_each_solver(ranks: Ranks, name: str, solver: str, kind: 
     assert gate(problem).check(whole(found, layout)).failures == ()
 
 
-@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
-def test_the_same_bits_every_time(ranks: Ranks, exchange: str, set_mode: Any) -> None:
-    set_mode("off")
+@pytest.mark.parametrize("exchange", [RING, GATHER])
+def test_the_same_bits_every_time(ranks: Ranks, exchange: str) -> None:
     case = BY_ID["causal"]
     layout = Layout(deal(case.shape[1], 2), ZIGZAG)
     first, second = (run(ranks, case, torch.float32, layout, exchange) for _ in range(2))
@@ -197,10 +175,6 @@ def right(mesh: object, data: int = 0) -> bool:
     q, k, v = changed(lambda x: x + data, tensors())
     found = attend(*changed(lambda x: shard(x, mesh), (q, k, v)), is_causal=True, mesh=mesh)
     return close(unshard(found, mesh), formula(q, k, v, Dense(True))[0])
-
-
-def on_group() -> bool:
-    return right(ring_ranks.group())
 
 
 def on_world() -> bool:
@@ -233,7 +207,7 @@ def forced_on_a_single_rank() -> list[Any]:
     for backend, order in ((None, LOCAL), ("ring", None), ("ring", LOCAL), ("manual", None)):
         out = attend(q, k, v, mesh=mesh, backend=backend, order=order)
         found.append(close(out, formula(q, k, v, Dense())[0]))
-    for order in (RING, GATHER, ULYSSES):
+    for order in (RING, GATHER):
         with pytest.raises(NoBackend) as raised:
             attend(q, k, v, mesh=mesh, order=order)
         found.append(str(raised.value))
@@ -257,15 +231,13 @@ JOBS = (on_world, on_device_mesh, on_one_axis, on_a_single_rank, on_two_groups_i
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_every_kind_of_mesh(ranks: Ranks, job: Any, set_mode: Any) -> None:
-    set_mode("off")
+def test_every_kind_of_mesh(ranks: Ranks, job: Any) -> None:
     assert all(ranks.everywhere(job))
 
 
-def test_exchanges_on_a_single_rank(ranks: Ranks, set_mode: Any) -> None:
-    set_mode("off")
+def test_exchanges_on_a_single_rank(ranks: Ranks) -> None:
     why = "cannot run over a single rank: no rank sees another's rows: there is nothing to exchange"
-    expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER, ULYSSES)]
+    expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER)]
     assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 8
 
 
@@ -310,8 +282,7 @@ def swapped(kind: str) -> tuple[bool, bool]:
     return torch.equal(out, other), all(torch.equal(x, y) for x, y in zip(grads, others))
 
 
-def test_heads_first(ranks: Ranks, set_mode: Any) -> None:
-    set_mode("off")
+def test_heads_first(ranks: Ranks) -> None:
     assert ranks.everywhere(swapped, ZIGZAG, ranks=3) == [(True, True)] * 3
 
 
@@ -328,8 +299,7 @@ def with_autocast() -> list[Any]:
     return [out.dtype, lse.dtype, torch.equal(out, expected), grad.dtype, single.dtype]
 
 
-def test_autocast(ranks: Ranks, set_mode: Any) -> None:
-    set_mode("off")
+def test_autocast(ranks: Ranks) -> None:
     expected = [torch.bfloat16, torch.float32, True, torch.float32, torch.float64]
     assert ranks.everywhere(with_autocast, ranks=2) == [expected] * 2
 
@@ -343,9 +313,8 @@ def without_gradients(order: str) -> tuple[bool, bool]:
     return alone.requires_grad or also.requires_grad, torch.equal(alone, also)
 
 
-@pytest.mark.parametrize("order", [RING, GATHER, ULYSSES])
-def test_no_gradients_unless_required(ranks: Ranks, order: str, set_mode: Any) -> None:
-    set_mode("off")
+@pytest.mark.parametrize("order", [RING, GATHER])
+def test_no_gradients_unless_required(ranks: Ranks, order: str) -> None:
     assert ranks.everywhere(without_gradients, order, ranks=2) == [(False, True)] * 2
 
 
@@ -361,22 +330,20 @@ def some_gradients(which: str) -> bool:
 
 
 @pytest.mark.parametrize("which", ["q", "k", "qv"])
-def test_gradients_of_some_inputs(ranks: Ranks, which: str, set_mode: Any) -> None:
-    set_mode("off")
+def test_gradients_of_some_inputs(ranks: Ranks, which: str) -> None:
     assert all(ranks.everywhere(some_gradients, which, ranks=3))
 
 
 @pytest.mark.parametrize("lengths", [(1, 30, 2), (30, 1, 1)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: str, set_mode: Any) -> None:
-    set_mode("off")
+def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: str) -> None:
     case = Case("", Dilated((8, 16), (1, 2), True), (2, sum(lengths), 2, 8), key_mask=True)
     for exchange in (RING, GATHER):
         found = run(ranks, case, torch.float32, Layout(lengths, kind), exchange)
         assert gate(case.problem(torch.float32, needs_grad=True)).check(found).failures == ()
 
 
-@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
+@pytest.mark.parametrize("exchange", [RING, GATHER])
 @pytest.mark.parametrize(
     "case",
     [
@@ -385,8 +352,7 @@ def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: 
     ],
     ids=lambda case: case.id,
 )
-def test_invisible_rows_reach_no_result(ranks: Ranks, case: Case, exchange: str, set_mode: Any) -> None:
-    set_mode("off")
+def test_invisible_rows_reach_no_result(ranks: Ranks, case: Case, exchange: str) -> None:
     example = with_hidden(gate(case.problem(torch.float32, needs_grad=True)).example, math.nan)
     layout = Layout(deal(case.shape[1], 2), ZIGZAG)
     args = [
@@ -410,9 +376,8 @@ def sent(pattern: Pattern, tokens: int, kind: str, order: str) -> int:
     return link.transport.bytes_sent
 
 
-def test_only_needed_rows_are_sent(ranks: Ranks, set_mode: Any) -> None:
+def test_only_needed_rows_are_sent(ranks: Ranks) -> None:
     """A window of 4 needs 4 rows of the rank before; k and v of [2, rows, 4, 8] float32."""
-    set_mode("off")
     row = 2 * 2 * 4 * 8 * 4
     for order in (RING, GATHER):
         assert ranks.everywhere(sent, Window(4, 0), 48, CONTIGUOUS, order, ranks=3) == [4 * row, 4 * row, 0]

@@ -9,8 +9,7 @@ import torch
 
 from attn_dispatch import attend, counters, explain
 from attn_dispatch.errors import NoBackend
-from attn_dispatch.spec.orders import LOCAL, ULYSSES
-from attn_dispatch.spec.pattern import Dilated
+from attn_dispatch.spec.orders import GATHER, LOCAL
 from tests.support import ring_ranks
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
@@ -44,22 +43,10 @@ def explained(order: str) -> tuple[str, str]:
 
 def test_a_forced_exchange_is_explained(ranks: Ranks, set_mode: Any) -> None:
     set_mode("off")
-    assert ranks.everywhere(explained, ULYSSES, ranks=2) == [(ULYSSES, "forced")] * 2
+    assert ranks.everywhere(explained, GATHER, ranks=2) == [(GATHER, "forced")] * 2
     for order, why in ranks.everywhere(explained, LOCAL, ranks=2):
         assert order == ""
         assert "key rows of other ranks" in why
-
-
-def explained_shorter() -> str:
-    """The order of a call whose segment is not in one shard, after a call whose segments are."""
-    mesh = ring_ranks.group()
-    attend(*part(mesh, 16), Dilated((8,), (1,)), mesh=mesh)
-    return str(explain(*part(mesh, 8), Dilated((8,), (1,)), mesh=mesh).order)
-
-
-def test_other_lengths_are_explained_anew(ranks: Ranks, set_mode: Any) -> None:
-    set_mode("off")
-    assert LOCAL not in ranks.everywhere(explained_shorter, ranks=2)
 
 
 def explained_documents() -> list[str]:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend, explain, shard
-from attn_dispatch.decisions import decide as decisions
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import Step
-from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
+from attn_dispatch.spec.orders import GATHER, RING
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.store.decision import Row
 from tests.support import ring_ranks
@@ -30,40 +29,19 @@ SIZE = 3
 
 
 @contextmanager
-def planted(fault: Callable[[], object]) -> Iterator[None]:
-    """Call `fault` before each step on rows of several other ranks."""
-    forward = RingCall._forward_step
+def planted(fault: Callable[[], object], name: str = "_forward_step", early: bool = False) -> Iterator[None]:
+    """Call `fault` before each step on rows of several other ranks; `early`: before each step, while rows are still to
+    be sent.
+    """
+    original = getattr(RingCall, name)
 
     def faulty(self: RingCall, step: Step, *args: Any) -> None:
-        if len(step.receives) > 1:
+        if early or len(step.receives) > 1:
             fault()
-        forward(self, step, *args)
+        original(self, step, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RingCall, "_forward_step", faulty)
-        yield
-
-
-@contextmanager
-def planted_early(fault: Callable[[], object], name: str = "_forward_step") -> Iterator[None]:
-    """Call `fault` instead of each step, the first included, while rows are still to be sent."""
-    with pytest.MonkeyPatch.context() as patch:
-        if fault is not nothing:
-            patch.setattr(RingCall, name, lambda *_: fault())
-        yield
-
-
-@contextmanager
-def planted_alone(fault: Callable[[], object]) -> Iterator[None]:
-    """Call `fault` before each call of a rank on the whole sequence of some heads."""
-    decide = decisions.decision_for
-
-    def faulty(problem: Any) -> Any:
-        fault()
-        return decide(problem)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decisions, "decision_for", faulty)
+        patch.setattr(RingCall, name, faulty)
         yield
 
 
@@ -83,10 +61,10 @@ def is_slow() -> None:
     time.sleep(0.3)
 
 
-def tried(fault: Callable[[], object], plant: Any = planted) -> tuple[str, dict[str, Row], bool]:
+def tried(fault: Callable[[], object]) -> tuple[str, dict[str, Row], bool]:
     """A job: the choice of a trial, its rows by order, and whether the result is right."""
     mesh = ring_ranks.group()
-    with plant(fault):
+    with planted(fault):
         out = attend(*part(mesh), mesh=mesh)
     found = explain(*part(mesh), mesh=mesh)
     return str(found.order), {row.order: row for row in found.candidates}, _right(out)
@@ -116,14 +94,6 @@ def test_a_candidate_that_fails_everywhere_leaves_the_others(ranks: Ranks) -> No
         assert all(f"rank {rank}: ValueError: planted" in rows[GATHER].reason for rank in range(SIZE))
 
 
-def test_ulysses_that_fails_on_one_rank_is_ruled_out_on_all(ranks: Ranks) -> None:
-    for order, rows, right in ranks.each(tried, [(nothing, planted_alone), (raises, planted_alone)]):
-        assert order in (RING, GATHER)
-        assert right
-        assert rows[ULYSSES].status == "failed"
-        assert rows[ULYSSES].reason.startswith("rank 1: ")
-
-
 def test_the_slowest_rank_counts(ranks: Ranks) -> None:
     found = ranks.each(tried, [(nothing,), (nothing,), (is_slow,)])
     for order, rows, right in found:
@@ -133,81 +103,45 @@ def test_the_slowest_rank_counts(ranks: Ranks) -> None:
     assert found[0][1] == found[1][1] == found[2][1]
 
 
-def failing(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
-    """A job: the error of a call with the fault, if any, and whether the next call is right."""
+def failing(fault: Callable[[], object], passing: str, order: str, early: bool) -> tuple[Any, bool, bool]:
+    """A job: the error of a call with the fault, whether it gave gradients, and whether the next call is right."""
     mesh, error = ring_ranks.group(), None
     attend(*part(mesh), mesh=mesh, order=order)
-    with plant(fault):
+    local = part(mesh, grads="" if passing == "inference" else "qkv")
+    with planted(fault, "_backward_step" if passing == "backward" else "_forward_step", early):
         try:
-            attend(*part(mesh), mesh=mesh, order=order, scale=0.5)
-        except BackendFailed as raised:
+            out = attend(*local, mesh=mesh, order=order, scale=0.5)
+            if passing != "inference":
+                out.sum().backward()
+        except (ValueError, BackendFailed) as raised:
             error = str(raised)
-    return error, _right(attend(*part(mesh), mesh=mesh, order=order))
+    right = _right(attend(*part(mesh), mesh=mesh, order=order))
+    return error, any(x.grad is not None for x in local), right
 
 
 @pytest.mark.parametrize(
-    ("fault", "order", "plant"),
-    [(raises, GATHER, planted), (no_memory, RING, planted_early)],
+    ("fault", "passing", "order", "early"),
+    [
+        (raises, "inference", GATHER, False),
+        (no_memory, "inference", RING, True),
+        (raises, "forward", RING, True),
+        (raises, "backward", RING, True),
+        (raises, "backward", GATHER, True),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_kernel_that_fails_on_one_rank_stops_no_other_rank(
-    ranks: Ranks, fault: Callable[[], object], order: str, plant: Any, set_mode: Any
-) -> None:
-    set_mode("off")
-    found = ranks.each(failing, [(nothing, order, plant), (fault, order, plant), (nothing, order, plant)])
-    assert [right for _, right in found] == [True] * SIZE
-    assert found[0][0] is found[2][0] is None
-    assert f"ring ({order}) failed on rank 1 on [2, 48, 4, 8]" in found[1][0]
-    assert found[1][0].endswith("Error: planted")
-
-
-def failing_in_training(fault: Callable[[], object], order: str, plant: Any) -> tuple[Any, bool]:
-    """A job: the error of a forward pass with gradients, and whether the next call is right."""
-    mesh, error = ring_ranks.group(), None
-    attend(*part(mesh, grads="qkv"), mesh=mesh, order=order)
-    with plant(fault):
-        try:
-            attend(*part(mesh, grads="qkv"), mesh=mesh, order=order, scale=0.5).sum().backward()
-        except BackendFailed as raised:
-            error = str(raised)
-    return error, _right(attend(*part(mesh), mesh=mesh, order=order))
-
-
-@pytest.mark.parametrize(("order", "plant"), [(RING, planted_early), (ULYSSES, planted_alone)], ids=["ring", "ulysses"])
-def test_no_backward_pass_after_a_rank_has_failed(ranks: Ranks, order: str, plant: Any, set_mode: Any) -> None:
-    set_mode("off")
-    found = ranks.each(failing_in_training, [(nothing, order, plant), (raises, order, plant)])
-    assert [right for _, right in found] == [True] * 2
-    assert found[0][0].endswith("rank 1 of the mesh failed in this call, and gradients need every rank")
-    assert "planted" in found[1][0]
-
-
-def failing_backward(fault: Callable[[], object], order: str) -> tuple[Any, bool, bool]:
-    """A job: the error of a backward pass, whether it gave gradients, and whether the next call is right."""
-    mesh, local, error = ring_ranks.group(), part(ring_ranks.group(), grads="qkv"), None
-    out = attend(*local, mesh=mesh, order=order)
-    with planted_early(fault, "_backward_step"):
-        try:
-            out.sum().backward()
-        except (ValueError, BackendFailed) as raised:
-            error = str(raised)
-    return error, any(x.grad is not None for x in local), _right(attend(*part(mesh), mesh=mesh, order=order))
-
-
-@pytest.mark.parametrize("order", [RING, GATHER])
-def test_a_backward_pass_that_fails_on_one_rank_gives_no_gradients_on_any(
-    ranks: Ranks, order: str, set_mode: Any
+def test_a_rank_that_fails_stops_no_other_rank_and_no_rank_has_gradients(
+    ranks: Ranks, fault: Callable[[], object], passing: str, order: str, early: bool, set_mode: Any
 ) -> None:
     """Gradients of other ranks' keys would lack the part of the failed rank's queries."""
     set_mode("off")
-    others = ("rank 1 of the mesh failed in this call, and gradients need every rank", False, True)
-    expected = [others, ("planted", False, True), others]
-    assert ranks.each(failing_backward, [(nothing, order), (raises, order), (nothing, order)]) == expected
-
-
-def test_ulysses_that_fails_on_one_rank_stops_no_other_rank(ranks: Ranks, set_mode: Any) -> None:
-    set_mode("off")
-    found = ranks.each(failing, [(nothing, ULYSSES, planted_alone), (raises, ULYSSES, planted_alone)])
-    assert [right for _, right in found] == [True] * 2
-    assert found[0][0] is None
-    assert "planted" in found[1][0]
+    found = ranks.each(failing, [(each, passing, order, early) for each in (nothing, fault, nothing)])
+    for rank, (error, has_gradients, right) in enumerate(found):
+        assert (has_gradients, right) == (False, True)
+        if rank == 1:
+            assert error.endswith("planted")
+            assert passing == "backward" or f"ring ({order}) failed on rank 1 on [2, 48, 4, 8]" in error
+        elif passing == "inference":
+            assert error is None
+        else:
+            assert error.endswith("rank 1 of the mesh failed in this call, and gradients need every rank")

@@ -33,26 +33,6 @@ def test_a_group_that_was_destroyed_is_dropped_with_the_next(tmp_path: Path) -> 
     assert found.stdout.splitlines() == ["1", "0 1", "0 0 1"]
 
 
-MANY = """
-import sys
-import torch
-import torch.distributed as dist
-from attn_dispatch import shard
-from attn_dispatch.ring import link
-
-dist.init_process_group("gloo", f"file://{sys.argv[1]}/0", rank=0, world_size=1)
-groups = [dist.new_group([0]) for _ in range(20)]
-for group in groups:
-    shard(torch.zeros(1, 4), group)
-print(list(link._links) == groups[-link.MAX_LINKS:])
-dist.destroy_process_group()
-"""
-
-
-def test_the_latest_groups_stay_cached(tmp_path: Path) -> None:
-    assert processes.run(MANY, str(tmp_path)).stdout == "True\n"
-
-
 AT_THE_END = """
 import atexit, sys, weakref
 import torch

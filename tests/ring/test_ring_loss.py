@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
-from attn_dispatch import Sharded, attend, unshard
+from attn_dispatch import Sharded, attend
 from attn_dispatch.errors import RankLost
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.shards import spread_of
@@ -96,30 +95,3 @@ def test_a_rank_that_is_lost_during_a_call(three: Ranks, fault: int, passing: st
         for error, seconds in (first, second):
             assert "a rank of the mesh is gone, or did not answer in time" in error
             assert seconds < TIMEOUT_S + 10  # far from the minutes that a process group waits by default
-
-
-def absent(away: bool, job: Callable[[], object]) -> str:
-    """A job: the error of a collective in which the last rank does not take part."""
-    mesh = ring_ranks.group()
-    attend(*part(mesh), mesh=mesh)
-    if away:
-        return ""
-    with pytest.raises(RankLost) as raised:
-        job()
-    return str(raised.value)
-
-
-def attending() -> object:
-    mesh = ring_ranks.group()
-    return attend(*part(mesh), mesh=mesh)
-
-
-def gathering() -> object:
-    return unshard(torch.zeros(1, 4), ring_ranks.group())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("job", [attending, gathering])
-def test_a_rank_that_does_not_take_part(three: Ranks, job: Callable[[], object]) -> None:
-    found = three.each(absent, [(False, job), (False, job), (True, job)])
-    assert all("did not answer in time" in error for error in found[:2])

@@ -10,21 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch import attend
-from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.exchange import Transport
-from attn_dispatch.ring.engine.parts import solver
-from attn_dispatch.ring.link import Connection, Link
-from attn_dispatch.ring.rows.layout import KINDS, Layout
-from attn_dispatch.ring.rows.traffic import positions_of
-from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
-from attn_dispatch.testing.cases import Case
+from attn_dispatch.ring.link import Link
+from attn_dispatch.spec.orders import GATHER, RING
 from tests.support import ring_ranks
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
+
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 TIMEOUT_S = 3.0  #: of the process group
 CUDA = torch.device("cuda:1")
@@ -38,10 +33,10 @@ def three() -> Iterator[Ranks]:
     made.close()
 
 
-def link_without_cpu(connection: Connection) -> Link:
+def link_without_cpu() -> Link:
     """The link of a group that sends only CUDA tensors."""
     group = ring_ranks.group()
-    link = Link(group, Transport(group), connection)
+    link = Link(group, Transport(group))
     link.__dict__["devices"] = ("cuda",)
     return link
 
@@ -50,12 +45,9 @@ def beside() -> tuple[Any, ...]:
     """A job: what the control group gathers where ranks are in different numbers of groups."""
     if ring_ranks.rank() < 2:
         dist.new_group([0, 1], backend="gloo", use_local_synchronization=True)
-    connection = Connection()
-    link = link_without_cpu(connection)
+    link = link_without_cpu()
     rank = torch.tensor([link.rank])
-    numbers = link.all_gather_int64(rank).flatten().tolist()
-    if link.rank:  # a link that one rank made anew
-        link = link_without_cpu(connection)
+    numbers = link.all_gather(rank).flatten().tolist()
     link.barrier()
     timeout = link.control.options._timeout.total_seconds()
     return numbers, link.all_gather_objects("x" * link.rank), timeout, link.control is link.group
@@ -84,12 +76,9 @@ def test_all_ranks_make_the_communicator_once(entered: list[Any], monkeypatch: p
     real = torch.ones
     monkeypatch.setattr("torch.ones", lambda size, device: real(size))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda x, group: calls.append((len(x), group)))
-    connection = Connection()
-    for _ in range(2):  # the second link is made anew, as after many other groups
-        link = Link("group", Transport("group"), connection)
-        link.connect(torch.device("cpu"))
-        link.connect(CUDA)
-        link.connect(CUDA)
+    link = Link("group", Transport("group"))
+    for device in ("cpu", CUDA, CUDA):
+        link.connect(torch.device(device))
     assert calls == [(1, "group")]
     assert entered == [CUDA]
 
@@ -108,40 +97,15 @@ def order_of_calls(order: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Link, "connect", noted("connect", Link.connect))
         patch.setattr(Transport, "exchange", noted("rows", Transport.exchange))
-        patch.setattr(ulysses, "_all_to_all", noted("rows", ulysses._all_to_all))
         mesh = ring_ranks.group()
         attend(*part(mesh), mesh=mesh, order=order)
     return list(dict.fromkeys(seen))
 
 
-def test_the_communicator_is_made_before_rows_are_sent(ranks: Ranks, set_mode: Callable[[str], None]) -> None:
+def test_the_communicator_is_made_before_rows_are_sent(ranks: Ranks) -> None:
     """Over NCCL, ranks without rows would be in no message that makes it, and the others would wait for them."""
-    set_mode("off")
-    for order in (RING, GATHER, ULYSSES):
+    for order in (RING, GATHER):
         assert ranks.everywhere(order_of_calls, order, ranks=2) == [["connect", "rows"]] * 2
-
-
-def test_messages_are_started_on_their_device(entered: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another current device NCCL's calls may hang."""
-    monkeypatch.setattr("torch.distributed.P2POp", lambda operation, tensor, **more: _Operation(tensor))
-    monkeypatch.setattr("torch.distributed.batch_isend_irecv", lambda operations: [])
-    Transport("group").exchange({1: _on_cuda()}, {1: _on_cuda()})
-    assert entered == [CUDA]
-
-
-class _Operation:
-    def __init__(self, tensor: Any) -> None:
-        self.tensor = tensor
-
-
-def _on_cuda() -> Any:
-    class Fake:
-        device, itemsize = CUDA, 4
-
-        def numel(self) -> int:
-            return 3
-
-    return Fake()
 
 
 def test_each_stream_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,72 +120,3 @@ def test_each_stream_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     stream[0] = 1
     again = transport.buffer(0, 8, torch.float32, CUDA)
     assert first.data_ptr() == again.data_ptr() != second.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"), [(Dense(), "sdpa"), (Dense(True), "sdpa"), (Dilated((16,), (1,)), "triton")], ids=str
-)
-def test_dense_parts_go_to_one_call_of_a_dense_kernel(
-    pattern: Pattern, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without = {"flash": ["not installed"], "sdpa": [], "triton": [], "tiles": []}
-    found = {name: SimpleNamespace(name=name, refusals=lambda _, why=why: why) for name, why in without.items()}
-    monkeypatch.setattr("attn_dispatch.kernels.registry.load", found.__getitem__)
-    problem = Case("", pattern, (1, 32, 2, 16)).problem(torch.float16, needs_grad=True, device="cuda:0")
-    assert solver(problem).name == expected
-
-
-class Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the names of operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found.add(str(op))
-        return op(*args, **(kwargs or {}))
-
-
-def there_and_back(kind: str) -> tuple[bool, set[str]]:
-    """A job: whether the tokens come back, and the operations with indices on the way."""
-    group = ring_ranks.group()
-    layout = Layout((5, 7, 4), kind)
-    positions = positions_of(layout, dist.get_rank(group))
-    whole = torch.arange(16.0)[None, :, None, None].expand(2, 16, 3, 8).contiguous()
-    shard, transport = whole.index_select(1, positions), Transport(group)
-    with Names() as mode:
-        heads = ulysses.to_heads(shard, transport, layout)
-        tokens = ulysses.to_tokens(heads, transport, layout)
-    right = torch.equal(heads, whole[:, :, :1]) and torch.equal(tokens, shard)
-    return right, {name for name in mode.found if "index" in name or "arange" in name}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ulysses_copies_slices(kind: str, ranks: Ranks) -> None:
-    """Indices would be copied to the GPU in every call, which waits for it and no CUDA graph takes."""
-    assert ranks.everywhere(there_and_back, kind, ranks=3) == [(True, set())] * 3
-
-
-def masked(order: str) -> list[bool]:
-    """A job: whether a call with masks copies a tensor to a device, after a first one."""
-    mesh, moved = ring_ranks.group(), list[bool]()
-    to = torch.Tensor.to
-
-    def noted(x: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        moved.extend(isinstance(each, torch.device | str) for each in (*args, *more.values()))
-        return to(x, *args, **more)
-
-    q, k, v = part(mesh)
-    key_mask = torch.rand(2, q.shape[1], generator=torch.Generator().manual_seed(0)) > 0.3
-    key_mask[:, 0] = True
-    attend(q, k, v, mesh=mesh, order=order, key_mask=key_mask)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", noted)
-        attend(q, k, v, mesh=mesh, order=order, key_mask=key_mask)
-    return [each for each in moved if each]
-
-
-def test_masks_are_cut_without_indices_from_the_host(ranks: Ranks, set_mode: Callable[[str], None]) -> None:
-    set_mode("off")
-    assert ranks.everywhere(masked, RING, ranks=3) == [[]] * 3

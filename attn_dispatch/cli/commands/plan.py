@@ -31,9 +31,9 @@ EXAMPLE = """examples:
 HEAD = ("ranks", "exchange", "memory", "buffers", "sends", "all send", "time", "tokens/s", "speed-up", "verdict")
 LEFT = {1, 9}
 EXPLAINED = (
-    "predicted, not measured: operations / rate and bytes / link, overlapped as in the engine; without latency; parts",
+    "predicted, not measured: operations / rate and bytes / link, overlapped step by step; without latency; parts",
     "that are computed by position are assumed to be as fast as the rest",
-    "memory: largest peak of any rank, q, k, v and results included; sends: most bytes sent by any rank",
+    "memory: bound of the largest peak of any rank, q, k, v and results included; sends: most bytes sent by any rank",
 )
 
 
@@ -141,9 +141,6 @@ def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
         found.append(f"rate      {rate.operations_per_s / 1e12:.3g} TFLOP/s for each rank ({rate.source})")
     rows = [_cells(problem, plan, each, plans[0]) for plan in plans for each in plan.forecasts]
     found += ["", *Table(HEAD, rows, LEFT).lines(), "", *EXPLAINED]
-    most = max((each.memory.setup_bytes for plan in plans for each in plan.forecasts if each.memory), default=0)
-    if most:
-        found.append(f"first call: about {gib(most)} more on each rank's host, to compute which rows go where")
     return found
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch.errors import RankLost
-from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.rows.traffic import Rows
 from attn_dispatch.spec.problem import Problem
 
@@ -91,30 +90,6 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 
 def lost(error: Exception) -> RankLost:
     return RankLost(f"a rank of the mesh is gone, or did not answer in time: {' '.join(str(error).split())[:300]}")
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bytes of the tensors of some tokens.
-
-    Args:
-        q: also of out, and of a gradient of either. kv: k and v together. lse: in the dtype of sums.
-        wider: bytes of an element of sums over those of an element of q.
-    """
-
-    q: int
-    kv: int
-    lse: int
-    wider: int
-
-    @classmethod
-    def of(cls, problem: Problem, tokens: int) -> Sizes:
-        element, wide = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize
-        head = tokens * problem.batch * problem.head_dim * element
-        return cls(
-            problem.heads * head, 2 * problem.kv_heads * head, tokens * problem.batch * problem.heads * wide,
-            wide // element,
-        )  # fmt: skip
 
 
 def message_size(rows: int, problem: Problem) -> int:

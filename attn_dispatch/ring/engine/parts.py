@@ -1,12 +1,12 @@
 """A rank's work, split into parts: attention problems of some rows of q over some rows of k, for one device.
 
 On runs of consecutive positions, a dense, windowed or dilated pattern is again such a pattern, and the fastest kernel
-computes it. Other parts are computed in tiles (`kernels.tiles.tables.tables_at`), from the position of each row.
+computes it. Other parts are computed from the position of each row: in tiles, or by tables of single keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -14,16 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels import registry
+from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.autograd import Passes
-from attn_dispatch.ring.engine.by_position import TILE, Solve, position_tables
+from attn_dispatch.kernels.native import run as native
+from attn_dispatch.kernels.native.tables import neighbour_tables_at
+from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.kernels.tiles import run as tiles
+from attn_dispatch.kernels.tiles.tables import tables_at
 from attn_dispatch.ring.rows.chunking import block_rows, blocks, line_of, segments
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import kv_classes, shares_segment
-from attn_dispatch.spec.orders import permutation, token_order_of
-from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
+from attn_dispatch.spec.orders import HILBERT, permutation, places, serves, token_order_of
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band
+
+TILE = 64  #: rows of a tile
+
+#: Builds the kernel call of a problem; the tensor is a mask of its keys.
+Solve = Callable[[Problem, Tensor | None], Passes]
 
 #: Backends for parts, the preferred first: their backward pass takes the out and lse over all keys (`partial`, see
 #: `contract`). Not measured; on CUDA, PyTorch's kernels come first where one call is the whole part, else a fused one.
@@ -138,6 +147,10 @@ class _Shard:
         pattern = self.problem.pattern
         return permutation(token_order_of(pattern), pattern.natural, self.problem.q_len)
 
+    def by_natural(self, positions: Tensor) -> Tensor:
+        """Positions of stored tokens in natural order."""
+        return positions if self.natural is None else self.natural[positions]
+
     @property
     def all_rows(self) -> slice:
         return slice(0, sum(map(len, self.chunks)))
@@ -183,32 +196,14 @@ def _parts(shard: _Shard, sources: Sequence[Source]) -> Iterator[Part]:
 
 def _windows(shard: _Shard, bands: tuple[Band, ...], number: int, source: Source) -> Iterator[Part]:
     """Dense and windowed: each run of queries over each run of keys, cut down to rows that see or are seen."""
-    most, found = shard.block, list[tuple[slice, slice, Pattern]]()
     for run, place in shard.runs():
         for band, (keys, key_place) in product(bands, _runs(source.positions)):
-            for queries, seen, window in blocks(band, run, keys, most):
+            for queries, seen, window in blocks(band, run, keys, shard.block):
                 rows = _moved(queries, place.start - run.start)
                 columns = _moved(seen, key_place.start - keys.start)
-                found.append((rows, columns, window.simplify(len(queries), len(seen), shard.problem.heads)))
-    for rows, columns, plain in _joined(found, most):
-        problem = shard.sub(plain, rows.stop - rows.start, columns.stop - columns.start, source.heads)
-        yield Part(rows, shard.heads(source.heads), number, columns, problem, solver(problem).partial)
-
-
-def _joined(found: list[tuple[slice, slice, Pattern]], most: int) -> list[tuple[slice, slice, Pattern]]:
-    """Join dense parts that are adjacent in rows or in columns, up to `most` rows or columns."""
-    done: list[tuple[slice, slice, Pattern]] = []
-    for rows, columns, pattern in found:
-        if done and pattern == Dense() == done[-1][2]:
-            last_rows, last_columns, _ = done[-1]
-            if columns == last_columns and rows.start == last_rows.stop and rows.stop - last_rows.start <= most:
-                done[-1] = (slice(last_rows.start, rows.stop), columns, pattern)
-                continue
-            if rows == last_rows and columns.start == last_columns.stop and columns.stop - last_columns.start <= most:
-                done[-1] = (rows, slice(last_columns.start, columns.stop), pattern)
-                continue
-        done.append((rows, columns, pattern))
-    return done
+                plain = window.simplify(len(queries), len(seen), shard.problem.heads)
+                problem = shard.sub(plain, len(queries), len(seen), source.heads)
+                yield Part(rows, shard.heads(source.heads), number, columns, problem, solver(problem).partial)
 
 
 def _runs(positions: Tensor) -> Iterator[tuple[range, slice]]:
@@ -228,15 +223,13 @@ def _moved(run: range, by: int) -> slice:
 
 def _dilated(shard: _Shard, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
     """Branches that segment the rank's own runs as if each began at position 0 go to a kernel; the rest by position."""
-    branches = branches_of(pattern)
-    runs = shard.own and shard.natural is None
-    whole = [runs and all(aligned(branch, run) for run in shard.chunks) for branch in branches]
-    some = [branch for branch, by_kernel in zip(branches, whole) if by_kernel]
-    if some:
-        lengths, rates = zip(*(cut for branch in some for cut in branch.branches))
+    branches, own = branches_of(pattern), shard.own and shard.natural is None
+    whole = [branch for branch in branches if own and all(aligned(branch, run) for run in shard.chunks)]
+    if whole:
+        lengths, rates = zip(*(cut for branch in whole for cut in branch.branches))
         yield from _segments(shard, replace(pattern, segment_lengths=lengths, dilation_rates=rates), number, source)
-    for branch, by_kernel in zip(branches, whole):
-        if not by_kernel:
+    for branch in branches:
+        if branch not in whole:
             yield from _by_position(shard, branch, number, source, shard.all_rows)
 
 
@@ -293,38 +286,61 @@ def _by_position(
 def _of_heads(
     shard: _Shard, pattern: Pattern, number: int, source: Source, rows: slice, keys: slice | None
 ) -> Iterator[Part]:
-    problem, heads = shard.problem, shard.heads(source.heads)
+    problem, heads, grid = shard.problem, shard.heads(source.heads), pattern.natural
     which = range(problem.heads)[heads]
     keys = slice(0, len(source.positions)) if keys is None else keys
     queries = torch.cat([torch.arange(run.start, run.stop) for run in shard.chunks])[rows]
-    places, columns, positions = _numbers(rows), _numbers(keys), source.positions
+    numbers, columns, positions = _numbers(rows), _numbers(keys), source.positions
+    build: Callable[..., tuple[Tensor, Solve]] = _tile_tables
     if isinstance(pattern, Dilated):  # in natural order, so that rows of one segment lie in the same tiles
-        if shard.natural is not None:
-            queries, positions = shard.natural[queries], shard.natural[positions]
+        queries, positions = shard.by_natural(queries), shard.by_natural(positions)
         some = shares_segment(pattern, problem.q_len, problem.heads, which, queries, positions)
-        queries, places = _sorted(queries[some], places[some])
+        queries, numbers = _sorted(queries[some], numbers[some])
         some = shares_segment(pattern, problem.q_len, problem.heads, which, positions, queries)
         positions, columns = _sorted(positions[some], columns[some])
+    elif isinstance(grid, Neighborhood) and not registry.load("native").refusals(replace(problem, ranks=1)):
+        pattern, build = grid, _key_tables
+        queries, positions = shard.by_natural(queries), shard.by_natural(positions)
+        curve = permutation(HILBERT, grid, problem.q_len) if serves(HILBERT, grid) else None
+        order = (queries if curve is None else places(curve)[queries]).argsort()
+        queries, numbers = queries[order], numbers[order]
     if not len(queries):
         return
-    tables = position_tables(problem, pattern, which, positions)
-    order = tables.order(queries)
-    queries, places = queries[order], places[order]
-    sees_any, solve = tables.build(queries)
+    sees_any, solve = build(problem, pattern, which, queries, positions)
     if not sees_any.any():
         return
     if not sees_any.all():
         some = sees_any.repeat_interleave(TILE)[: len(queries)]
-        queries, places = queries[some], places[some]
-        _, solve = tables.build(queries)
+        queries, numbers = queries[some], numbers[some]
+        _, solve = build(problem, pattern, which, queries, positions)
     q_rows, k_rows = (
         whole if torch.equal(some, _numbers(whole)) else some.to(problem.device)
-        for whole, some in ((rows, places), (keys, columns))
+        for whole, some in ((rows, numbers), (keys, columns))
     )
     sub = shard.sub(pattern, len(queries), len(positions), source.heads)
     # The rank's own rows have all heads; rows of other ranks have the heads of one class.
     kv = slice(source.heads.start, source.heads.stop, source.heads.step) if shard.own else slice(None)
     yield Part(q_rows, heads, number, k_rows, sub, solve, kv)
+
+
+def _key_tables(
+    problem: Problem, grid: Neighborhood, which: range, queries: Tensor, keys: Tensor
+) -> tuple[Tensor, Solve]:
+    """Tables of single keys, for neighbourhoods on the CPU, whose kernel reads them; else as `_tile_tables`."""
+    found = neighbour_tables_at(grid, len(which), queries, keys)
+    return found.tiles[:, 4] > 0, lambda part, key_mask: native.partial(part, key_mask, found)
+
+
+def _tile_tables(
+    problem: Problem, pattern: Pattern, which: range, queries: Tensor, keys: Tensor
+) -> tuple[Tensor, Solve]:
+    """bool [tiles], whether a tile of these rows of q sees any key; and what builds the kernel call."""
+    dtype = sum_dtype(problem.dtype)
+    found = tables_at(pattern, problem.q_len, problem.heads, which, queries, keys, TILE, dtype)
+    sees_any = torch.stack([table.first.diff() > 0 for table in found]).any(0)
+    if problem.device.type != "cpu":
+        found = tuple(table.to(problem.device) for table in found)
+    return sees_any, lambda part, key_mask: tiles.partial(part, found, dense.kernel_of(part), key_mask)
 
 
 def _sorted(positions: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:

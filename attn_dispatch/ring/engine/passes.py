@@ -10,9 +10,9 @@ Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; rows that n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch import Tensor
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.ring.engine.exchange import (
     PendingExchange,
-    Sizes,
     Transport,
     add_returned,
     message_size,
@@ -59,21 +58,19 @@ class RingCall:
                 self._buffer(slot, message_size(rows, self.problem))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        sums, failure = Sums(q), _DeferredError()
+        sums, failures = Sums(q), list[Exception]()
         pending = None
         for number, (step, own_step) in enumerate(zip(self.steps, own_work(self.steps, backward=False))):
             rows = self._received(step, pending)
             pending = self._start_rows(number + 1, k, v)
-            if not failure:
-                with failure:
+            if not failures:
+                with _kept(failures):
                     if number:
                         self._forward_step(step, q, rows, sums)
                     self._forward_step(own_step, q, [(k, v)], sums)
             del rows
-        if self.problem.needs_grad:
-            # In the backward pass the other ranks would wait for a rank that failed here.
-            self._raise_if_any_failed(failure)
-        failure.reraise()
+        # In the backward pass the other ranks would wait for a rank that failed here.
+        self._raise(failures, everywhere=self.problem.needs_grad)
         out, lse = sums.results()
         if self.padding is not None:
             out = out.masked_fill(self.padding[:, :, None, None], 0.0)
@@ -91,32 +88,34 @@ class RingCall:
         wide = sum_dtype(q.dtype)
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         own = tuple(torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-        failure = _DeferredError()
+        failures: list[Exception] = []
         pending = returning = None
         for number, (step, own_step) in enumerate(zip(self.steps, own_work(self.steps, backward=True))):
             rows = self._received(step, pending)
             pending = self._start_rows(number + 1, k, v)
             if number:
                 grads: list[tuple[Tensor, ...]] = []
-                if not failure:
-                    with failure:
+                if not failures:
+                    with _kept(failures):
                         grads = [_zeros_like(pair, wide) for pair in rows]
                         self._backward_step(step, q_side, rows, dq, grads)
                 self._add_returned(self.steps[number - 1], returning, own)
-                returning = self._start_grads(step, [] if failure else grads)
+                returning = self._start_grads(step, [] if failures else grads)
                 del grads
             del rows
-            if not failure:
-                with failure:
+            if not failures:
+                with _kept(failures):
                     self._backward_step(own_step, q_side, [(k, v)], dq, [own])
         self._add_returned(self.steps[-1], returning, own)
-        self._raise_if_any_failed(failure)
-        failure.reraise()
+        self._raise(failures, everywhere=True)
         return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
 
-    def _raise_if_any_failed(self, failure: _DeferredError) -> None:
-        if self.raise_if_any_failed is not None and len(self.steps) > 1:
-            self.raise_if_any_failed(failure.error)
+    def _raise(self, failures: list[Exception], everywhere: bool) -> None:
+        """Raise this rank's error, if any; `everywhere`: on all ranks, if any has one."""
+        if everywhere and self.raise_if_any_failed is not None and len(self.steps) > 1:
+            self.raise_if_any_failed(failures[0] if failures else None)
+        if failures:
+            raise failures[0]
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
@@ -225,27 +224,13 @@ def _joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-class _DeferredError:
-    """Catches a rank's first error, to raise it after the pass: until then the other ranks need its messages."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, Exception):
-            self.error = self.error or error
-            return True
-        return False
-
-    def __bool__(self) -> bool:
-        return self.error is not None
-
-    def reraise(self) -> None:
-        if self.error is not None:
-            raise self.error
+@contextmanager
+def _kept(failures: list[Exception]) -> Iterator[None]:
+    """Keep a rank's error, to raise it after the pass: until then the other ranks need its messages."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised by `_raise`
+        failures.append(error)
 
 
 def _zeros_like(pair: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -292,54 +277,3 @@ def add_rows(total: Tensor, part: Part, grad: Tensor) -> None:
         heads.index_add_(1, part.rows, grad.to(total.dtype))
     else:
         heads[:, part.rows] += grad
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PartSize:
-    """The size of a part.
-
-    Args:
-        queries, keys: its rows and heads of q and of k, as shares of the rank's.
-        workspace: bytes that the backend allocates.
-    """
-
-    queries: float
-    keys: float
-    workspace: int
-
-
-def forward_peak(rank: Sizes, own: Sequence[PartSize], far: Sequence[PartSize]) -> int:
-    """Most bytes that `RingCall.forward` allocates at once, buffers aside.
-
-    Args:
-        own, far: the parts on the rank's own rows, and on rows of other ranks.
-    """
-    widened = rank.q * rank.wider if rank.wider > 1 else 0
-    out = rank.q + widened  # of a part, and its copy in the dtype of sums
-    sums = rank.q * rank.wider + rank.lse
-    first = max(int((out + 2 * rank.lse) * part.queries) + part.workspace for part in own)
-    if len(own) > 1 or own[0].queries < 1:
-        first += sums  # allocated for the first of several parts
-    later = sums + max((int((out + 3 * rank.lse) * part.queries) + part.workspace for part in far), default=0)
-    results = sums + rank.lse + (rank.q if widened else 0)
-    return max(first, later, results)
-
-
-def backward_peak(rank: Sizes, own: Sequence[PartSize], far: Sequence[PartSize], grads: int) -> int:
-    """Most bytes that `RingCall.backward` allocates at once or was given besides q, k and v, buffers aside.
-
-    Args:
-        own, far: as for `forward_peak`.
-        grads: bytes of the gradients of the rows that one step received.
-    """
-    given = 2 * rank.q + 2 * rank.lse  # out and its gradient; lse, and its copy without -inf
-    sums = (rank.q + rank.kv) * rank.wider
-    first, later = (
-        max((int(rank.q * part.queries + rank.kv * part.keys) + part.workspace for part in parts), default=0)
-        for parts in (own, far)
-    )
-    results = rank.q + rank.kv if rank.wider > 1 else 0
-    return given + sums + max(first, grads + later, results)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -43,11 +43,6 @@ class Transfer:
     def receivers(self, rank: int) -> list[int]:
         """The ranks that `rank` sends rows to, ascending."""
         return sorted((rank + distance) % self.ranks for distance in self.distances)
-
-    @cached_property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Every sender with each of its receivers."""
-        return [(rank, peer) for rank in range(self.ranks) for peer in self.receivers(rank)]
 
 
 def transfers(problem: Problem, layout: Layout, exchange: str) -> list[Transfer]:

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attn_dispatch.ring.engine.exchange import Sizes
-from attn_dispatch.ring.engine.parts import solver
-from attn_dispatch.ring.plan.bytes_sent import CountedProblem, bytes_sent_of, refusal
-from attn_dispatch.ring.plan.peak_memory import PeakMemory, peak_memory_of
+from attn_dispatch.kernels.hidden import may_hide
+from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.kernels.tiles.estimates import call_bytes
+from attn_dispatch.ring.engine.parts import TILE, solver
+from attn_dispatch.ring.engine.steps import GRAD_SLOTS, buffer_rows, transfers
+from attn_dispatch.ring.plan.counts import CountedProblem
 from attn_dispatch.ring.plan.schedule import RankSpeed, seconds
+from attn_dispatch.ring.rows.chunking import block_rows, line_of
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.spec.orders import EXCHANGES
+from attn_dispatch.spec.orders import EXCHANGES, LOCAL
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
+
+LISTED = 64  #: most bytes of what is listed of a row: positions, indices, bounds in tables
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The memory of one rank.
+
+    Args:
+        input_bytes: q, k and v.
+        buffer_bytes: buffers for messages, reused by the next call.
+        peak_bytes: a bound of the largest sum at any time, these included.
+    """
+
+    input_bytes: int
+    buffer_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,37 +67,91 @@ def forecasts_over(problem: Problem, layout: Layout, speed: RankSpeed | None) ->
     Raises:
         InvalidInput: the problem cannot be counted.
     """
-    problem = replace(problem, ranks=layout.ranks)
-    counted = CountedProblem.of(problem, layout)
+    counted = CountedProblem.of(replace(problem, ranks=layout.ranks), layout)
     return [_forecast(counted, exchange, speed) for exchange in EXCHANGES]
+
+
+def refusal(counted: CountedProblem, exchange: str) -> str:
+    """The reason why an exchange cannot serve; "" if it can."""
+    most = max(map(counted.counts.received, range(counted.layout.ranks)))
+    if exchange == LOCAL:
+        return f"a rank sees {most} key rows of other ranks" if most else ""
+    return "" if most else "no rank sees another's rows: there is nothing to exchange"
 
 
 def _forecast(counted: CountedProblem, exchange: str, speed: RankSpeed | None) -> Forecast:
     reason = refusal(counted, exchange)
     if reason:
         return Forecast(exchange, reason)
-    sent = bytes_sent_of(counted, exchange)
     ranks = range(counted.layout.ranks)
     try:
-        memory = [peak_memory_of(counted, exchange, rank) for rank in ranks] if len(ranks) > 1 else [_alone(counted)]
+        memory = [peak_memory_of(counted, exchange, rank) for rank in ranks]
     except LookupError as error:  # no backend supports a part
         return Forecast(exchange, str(error))
+    forward, shipped = zip(*((forward, forward + backward) for forward, backward in map(counted.bytes_sent, ranks)))
     return Forecast(
         exchange=exchange,
         reason="",
         memory=max(memory, key=lambda each: each.peak_bytes),
-        forward_bytes=max(each.forward for each in sent),
-        forward_total_bytes=sum(each.forward for each in sent),
-        shipped_bytes=max(each.total for each in sent),
-        shipped_total_bytes=sum(each.total for each in sent),
+        forward_bytes=max(forward),
+        forward_total_bytes=sum(forward),
+        shipped_bytes=max(shipped),
+        shipped_total_bytes=sum(shipped),
         seconds=None if speed is None else seconds(counted, exchange, speed),
     )
 
 
-def _alone(counted: CountedProblem) -> PeakMemory:
-    """The memory of a single rank, as on one device: inputs, results, and the backend's `workspace_bytes`."""
-    problem = counted.problem
-    sizes = Sizes.of(problem, problem.q_len)
-    inputs = sizes.q + sizes.kv
-    results = problem.result_bytes + (sizes.q if problem.needs_grad else 0)  # and the gradient of out
-    return PeakMemory(inputs, 0, 0, inputs + results + int(solver(problem).workspace_bytes(problem)), 0)
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak_memory_of(counted: CountedProblem, exchange: str, rank: int) -> PeakMemory:
+    """A bound of the memory of one rank's call; of a single rank, that of the backend on one device."""
+    problem, layout, rows = counted.problem, counted.layout, counted.counts.rows
+    tokens, grads = layout.lengths[rank], problem.needs_grad
+    q, kv, lse = _sizes(problem, tokens)
+    if layout.ranks == 1:
+        results = problem.result_bytes + (q if grads else 0)  # and the gradient of out
+        return PeakMemory(q + kv, 0, q + kv + results + int(solver(problem).workspace_bytes(problem)))
+    steps, gathered = [], 0
+    for each in transfers(problem, layout, exchange):
+        # Pieces of the mean length, rounded up; `Rows.piece` may have more.
+        received = sum(-(-rows[rank][peer] // each.pieces) for peer in each.senders(rank))
+        sent = sum(-(-rows[peer][rank] // each.pieces) for peer in each.receivers(rank))
+        steps += [(received, sent)] * each.pieces
+        gathered = received if len(each.distances) > 1 else gathered  # rows of several ranks are concatenated
+    slots, most = buffer_rows(steps), max((received for received, _ in steps), default=0)
+    buffers = sum(count for slot, count in slots.items() if slot not in GRAD_SLOTS) * counted.row_bytes
+    if grads:
+        buffers += sum(slots[slot] for slot in GRAD_SLOTS) * counted.grad_row_bytes
+    wider = sum_dtype(problem.dtype).itemsize // problem.dtype.itemsize
+    share, part = _largest_part(counted, tokens, -(-most // problem.kv_heads))
+    alive = q * wider + lse + int((q + q * wider * (wider > 1) + 3 * lse) * share) + part  # sums, results of a part
+    if grads:
+        given, sums = 2 * q + 2 * lse, (q + kv) * wider  # out, lse and what they become; dq, dk and dv
+        alive = max(alive, given + sums + int((q + kv) * share) + part + most * counted.grad_row_bytes)
+    hidden = kv * (problem.masked or may_hide(problem)) + q * problem.has_seq_lens * (1 + grads)  # copies with zeros
+    listed = LISTED * (tokens + sum(received + sent for received, sent in steps))
+    return PeakMemory(q + kv, buffers, q + kv + buffers + gathered * counted.row_bytes + alive + hidden + listed)
+
+
+def _sizes(problem: Problem, tokens: int) -> tuple[int, int, int]:
+    """Bytes of q, of k and v together, and of lse, of so many tokens."""
+    head = tokens * problem.batch * problem.head_dim * problem.dtype.itemsize
+    lse = tokens * problem.batch * problem.heads * sum_dtype(problem.dtype).itemsize
+    return problem.heads * head, 2 * problem.kv_heads * head, lse
+
+
+def _largest_part(counted: CountedProblem, tokens: int, received: int) -> tuple[float, int]:
+    """Its rows, as a share of the rank's, and its workspace.
+
+    Args:
+        received: rows of each key head in a step.
+    """
+    problem, layout = counted.problem, counted.layout
+    part = replace(problem, return_lse=True, ranks=1, strides=("bnhd", "bnhd", "bnhd"))
+    if line_of(problem.pattern, layout.tokens) is not None:
+        rows = min(tokens, block_rows(problem, layout))
+        part = replace(part, pattern=Dense(), q_len=rows, k_len=rows)
+        return rows / tokens, int(solver(part).workspace_bytes(part))
+    keys = max(tokens, received)
+    return 1.0, call_bytes(replace(part, q_len=tokens, k_len=keys), TILE, keys)

@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.ring.plan.counts import count_layout
 from attn_dispatch.ring.plan.schedule import BOTH, FORWARD
-from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.groups import group_of
-from attn_dispatch.spec.orders import Reordered
-from attn_dispatch.spec.pattern import Neighborhood
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import pair_count
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store, shipped
 
@@ -35,28 +32,20 @@ def rate_near(problem: Problem, tokens: int) -> Rate | None:
     """The rate of the fastest backend in the decision nearest to a problem of `tokens` tokens on one device; None if
     there is no decision in this dtype for a call that is large enough.
     """
-    pattern = problem.pattern
-    pattern = pattern if isinstance(pattern, Neighborhood) else pattern.simplify(tokens, tokens, problem.heads)
-    problem = replace(problem, pattern=pattern, q_len=tokens, k_len=tokens, ranks=1)
+    problem = replace(problem, q_len=tokens, k_len=tokens, ranks=1)
     near = sorted(_decisions(problem), key=lambda pair: _distance(problem, pair[1]))
     for decision, measured in near:
         chosen = next((row for row in decision.candidates if row.id == decision.chosen), None)
-        if chosen is not None and chosen.median_ms and _is_large(measured, chosen.median_ms):
+        large = operations(measured) >= LEAST_OPERATIONS
+        if large and chosen is not None and chosen.median_ms and chosen.median_ms >= LEAST_MS:
             source = f"{decision.choice}, {chosen.median_ms:.3g} ms for {' '.join(decision.title.split())}"
             return Rate(operations(measured) / chosen.median_ms * 1e3, source, decision.key)
     return None
 
 
-def _is_large(measured: Problem, median_ms: float) -> bool:
-    try:
-        return median_ms >= LEAST_MS and operations(measured) >= LEAST_OPERATIONS
-    except InvalidInput:  # it cannot be counted
-        return False
-
-
 def operations(problem: Problem) -> float:
     """Operations of one call on one device."""
-    pairs = count_layout(problem.pattern, Layout((problem.q_len,)), problem.heads, problem.kv_heads).pairs[0][0]
+    pairs = pair_count(problem.pattern, problem.q_len, problem.k_len, problem.heads)
     return float(pairs * problem.batch * problem.head_dim * (BOTH if problem.needs_grad else FORWARD))
 
 
@@ -69,8 +58,8 @@ def _decisions(problem: Problem) -> Iterator[tuple[Decision, Problem]]:
             measured = Problem.from_dict(decision.problem, problem.device)
         except InvalidInput:
             continue
-        alike = measured.dtype == problem.dtype and measured.ranks == 1 and measured.q_len == measured.k_len
-        if alike and not isinstance(measured.pattern, Reordered):
+        natural = measured.pattern is measured.pattern.natural
+        if natural and measured.dtype == problem.dtype and measured.ranks == 1 and measured.q_len == measured.k_len:
             yield decision, measured
 
 

@@ -8,13 +8,12 @@ key is seen if it has the residue of one of them.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from attn_dispatch.ring.rows.needs import Kind
+from attn_dispatch.ring.rows.needs import Kind, seen_by
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.reach import Band
 
@@ -61,27 +60,38 @@ class Span(NamedTuple):
     def count(self, chunk: range) -> int:
         """Number of selected positions in a run."""
         start, stop = max(self.start, chunk.start), min(self.stop, chunk.stop)
-        return _below(self.classes, stop) - _below(self.classes, start) if start < stop else 0
+        if start >= stop:
+            return 0
+        period = _period(self.classes)
+        whole, rest = divmod(stop - start, period)
+        return (whole and whole * _count(self.classes, 0, period)) + _count(self.classes, start % period, rest)
 
     def positions(self, chunk: range) -> Tensor:
         """Those in a run, int64, ascending."""
-        import torch
-
-        start, stop = max(self.start, chunk.start), min(self.stop, chunk.stop)
-        if start >= stop:
-            return torch.empty(0, dtype=torch.int64)
-        if len(self.classes) == 1:
-            ((step, residue),) = self.classes
-            first = start + (residue - start) % step
-            return torch.arange(first, max(first, stop), step)
-        taken = torch.zeros(stop - start, dtype=torch.bool)
-        for step, residue in self.classes:
-            taken[(residue - start) % step :: step] = True
-        return taken.nonzero().flatten().add_(start)
+        start = max(self.start, chunk.start)
+        return _positions(self.classes, start, max(0, min(self.stop, chunk.stop) - start))
 
 
-def seen_spans(pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind) -> list[Span]:
-    """The keys that queries of these runs see outside them; the pattern must have bands."""
+class Listed(NamedTuple):
+    """The positions at which a mask of all tokens is true."""
+
+    mask: Tensor
+
+    def count(self, chunk: range) -> int:
+        return int(self.mask[chunk.start : chunk.stop].sum())
+
+    def positions(self, chunk: range) -> Tensor:
+        return self.mask[chunk.start : chunk.stop].nonzero().flatten() + chunk.start
+
+
+def seen_rows(
+    pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind
+) -> Sequence[Span] | Sequence[Listed]:
+    """The keys that queries of these runs see outside them: by arithmetic where the pattern has bands, since masks of
+    all tokens are slow for many ranks.
+    """
+    if pattern.bands(tokens, tokens, ()) is None:
+        return [Listed(seen_by(pattern, tokens, chunks, kind))]
     # Split where a progression begins or ends: in between, only residues matter.
     runs = {run for chunk in chunks for run in _seen(pattern, tokens, chunk, kind)}
     edges = sorted({edge for run in runs for edge in run[:2]})
@@ -93,32 +103,27 @@ def seen_spans(pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: K
 
 
 @lru_cache(maxsize=2**16)
-def _below(classes: Classes, end: int) -> int:
-    """Number of positions before `end` in any of these classes."""
-    return sum(sign * -((residue - end) // step) for (step, residue), sign in _terms(classes) if residue < end)
+def _count(classes: Classes, start: int, length: int) -> int:
+    return len(_positions(classes, start, length))
 
 
 @lru_cache(maxsize=2**16)
-def _terms(classes: Classes) -> tuple[tuple[Class, int], ...]:
-    """Inclusion and exclusion: how often to add each class so that every position counts once."""
-    found, maximal = Counter[Class](), list[Class]()
-    for each in sorted(classes):  # the smallest steps first, so that a class inside another is found at once
-        common = frozenset(both for other in maximal if (both := _common(each, other)) is not None)
-        if each not in common:
-            maximal.append(each)
-            found[each] += 1
-            found.subtract(dict(_terms(common)))
-    return tuple((each, sign) for each, sign in found.items() if sign)
+def _period(classes: Classes) -> int:
+    return math.lcm(*(step for step, _ in classes))
 
 
-def _common(a: Class, b: Class) -> Class | None:
-    """The positions in both classes: again a class, by the Chinese remainder theorem; None if there are none."""
-    divisor = math.gcd(a[0], b[0])
-    apart, rest = divmod(b[1] - a[1], divisor)
-    if rest:
-        return None
-    step, modulus = a[0] * b[0] // divisor, b[0] // divisor
-    return step, (a[1] + a[0] * (apart * pow(a[0] // divisor, -1, modulus) % modulus)) % step
+def _positions(classes: Classes, start: int, length: int) -> Tensor:
+    """The selected ones of so many positions, int64, ascending."""
+    import torch
+
+    if len(classes) == 1:
+        ((step, residue),) = classes
+        first = start + (residue - start) % step
+        return torch.arange(first, max(first, start + length), step)
+    taken = torch.zeros(length, dtype=torch.bool)
+    for step, residue in classes:
+        taken[(residue - start) % step :: step] = True
+    return taken.nonzero().flatten().add_(start)
 
 
 def _cut(run: range, within: range) -> range:

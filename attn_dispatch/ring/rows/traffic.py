@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.rows.needs import Kind, kv_classes, seen_by
-from attn_dispatch.ring.rows.runs import Span, seen_spans
+from attn_dispatch.ring.rows.needs import Kind, kv_classes
+from attn_dispatch.ring.rows.runs import seen_rows
 from attn_dispatch.spec.pattern import Pattern
 
 CPU = torch.device("cpu")
@@ -97,40 +97,20 @@ def tokens_of(x: Tensor, layout: Layout, rank: int, dim: int = 1) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def put_tokens(whole: Tensor, tokens: Tensor, layout: Layout, rank: int) -> None:
-    """Write a rank's tokens [batch, tokens, ...] to their places in a tensor of the whole sequence."""
-    for chunk, part in zip(layout.chunks[rank], torch.split(tokens, [len(chunk) for chunk in layout.chunks[rank]], 1)):
-        whole[:, chunk.start : chunk.stop] = part
-
-
 def _rows(
     pattern: Pattern, layout: Layout, kind: Kind, receiver: int, senders: Iterable[int]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Sender, local indices and positions of rows that the receiver's queries see; senders without rows left out."""
-    chunks = layout.chunks[receiver]
-    sees: Callable[[range], Tensor]
-    # By arithmetic where possible: masks of all tokens are slow for many ranks.
-    if pattern.bands(layout.tokens, layout.tokens, ()) is not None:
-        sees = partial(_in_spans, seen_spans(pattern, layout.tokens, chunks, kind))
-    else:
-        sees = partial(_in_mask, seen_by(pattern, layout.tokens, chunks, kind))
+    seen = seen_rows(pattern, layout.tokens, layout.chunks[receiver], kind)
+    none = torch.empty(0, dtype=torch.int64)
     for sender in senders:
         if sender == receiver:
             continue
-        local, positions, start = [], [], 0
+        local, positions, start = [none], [none], 0
         for chunk in layout.chunks[sender]:
-            found = sees(chunk)
-            positions.append(found)
-            local.append(found + (start - chunk.start))
+            found = [each.positions(chunk) for each in seen]
+            positions += found
+            local += [each + (start - chunk.start) for each in found]
             start += len(chunk)
         if sum(map(len, positions)):
             yield sender, torch.cat(local), torch.cat(positions)
-
-
-def _in_spans(spans: list[Span], chunk: range) -> Tensor:
-    """The positions of a run in these spans, ascending."""
-    return torch.cat([span.positions(chunk) for span in spans] or [torch.empty(0, dtype=torch.int64)])
-
-
-def _in_mask(seen: Tensor, chunk: range) -> Tensor:
-    return seen[chunk.start : chunk.stop].nonzero().flatten() + chunk.start

@@ -1,4 +1,4 @@
-"""transformers' decoders by attend(): logits and gradients against its own attention, on random weights."""
+"""transformers' models by attend(): logits and gradients against its own attention, on random weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     DECODERS,
     LENGTH,
+    OTHERS,
     PADDINGS,
     Case,
     assert_close,
     decoder,
     decoder_case,
+    other_case,
+    skip_if_ignored,
     static_cache,
     tokens,
     using,
@@ -29,23 +32,39 @@ from attn_dispatch.integrations import transformers as integration  # isort: ski
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 
-@thinned(("name", "padding"), product(DECODERS, PADDINGS), 3)
+#: Attention layers: of an encoder, a decoder and across, two each; CLIP has two encoders.
+ASKED = {"bert": 2, "modernbert": 2, "embedding_gemma": 2, "vit": 2, "clip": 4, "bart": 6, "whisper": 6, "t5": 6}
+MASKED = [*DECODERS, *(name for name in OTHERS if name != "vit")]
+PATTERNS = {
+    "mistral": ["Window(left=5, right=0)"] * 2,
+    "qwen2": ["Dense(causal)", "Window(left=4, right=0)"],
+    "llama": ["Dense(causal)"] * 2,
+    "llama4": ["Dense(causal)", "Dilated((8,), (1,), causal)"],
+    "bert": ["Dense()"] * 2,
+    "modernbert": ["Dense()", "Window(left=3, right=3)"],
+    "embedding_gemma": ["Dense()", "Window(left=2, right=2)"],
+    "bart": ["Dense()"] * 4 + ["Dense(causal)"] * 2,
+    "clip": ["Dense()"] * 2 + ["Dense(causal)"] * 2,
+}
+
+
+def case_of(name: str, padding: str) -> Case:
+    skip_if_ignored(name)
+    return decoder_case(name, padding) if name in DECODERS else other_case(name, padding)
+
+
+@thinned(("name", "padding"), [("vit", "none"), *product(MASKED, PADDINGS)], 3)
 def test_equals_transformers(name: str, padding: str, asked: list[str]) -> None:
-    case = decoder_case(name, padding)
+    case = case_of(name, padding)
     case.assert_equal()
-    assert len(asked) == case.model.config.num_hidden_layers
+    assert len(asked) == (ASKED.get(name) or case.model.config.num_hidden_layers)
 
 
-def test_patterns_of_layers(asked: list[str]) -> None:
-    for name, patterns in {
-        "mistral": ["Window(left=5, right=0)"] * 2,
-        "qwen2": ["Window(left=4, right=0)", "Dense(causal)"],
-        "llama": ["Dense(causal)"] * 2,
-        "llama4": ["Dilated((8,), (1,), causal)", "Dense(causal)"],
-    }.items():
-        asked.clear()
-        using(decoder(name), "attn_dispatch")(input_ids=tokens())
-        assert asked == patterns
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_of_layers(name: str, asked: list[str]) -> None:
+    case = case_of(name, "none" if name in DECODERS else "left")
+    using(case.model, "attn_dispatch")(**case.inputs)
+    assert sorted(asked) == PATTERNS[name]
 
 
 @torch.no_grad()
