@@ -7,9 +7,7 @@ where a command needs it.
 from __future__ import annotations
 
 import argparse
-import codecs
 import io
-import json
 import os
 import sys
 import warnings
@@ -45,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     args = _parser(named).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # may lack a character of a name, or of a path's bytes
-        codecs.register_error("escaped", _escaped)
-        sys.stdout.reconfigure(errors="escaped")
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = int(args.run(args))
         if sys.stdout is not None:  # as where it was closed before the process began
@@ -86,12 +83,6 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
             module.configure(command)
             command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
-
-
-def _escaped(error: UnicodeError) -> tuple[str, int]:
-    """What cannot be encoded, as JSON writes it."""
-    assert isinstance(error, UnicodeEncodeError)
-    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _fail(command: str | None, text: str, code: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.quarantine import Quarantine, shown_time, silicons
+from attn_dispatch.store.quarantine import Entry, Quarantine, shown_time, silicons
 from attn_dispatch.text import gib
 
 if TYPE_CHECKING:
@@ -35,8 +35,11 @@ def examined() -> dict[str, Any]:
     from attn_dispatch.kernels.native import library
     from attn_dispatch.machine.hardware import hardware
 
-    found = hardware()
+    found, folder = hardware(), cache_folder()
     library.check_compiler()
+    leaves = [str(folder)]
+    with suppress(RuntimeError):  # no home folder
+        leaves.append(str(settings.user_folder() or folder))
     return {
         "hardware": found.to_dict(),
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
@@ -44,7 +47,15 @@ def examined() -> dict[str, Any]:
         "native": library.in_use(),
         "quarantines": to_dicts(entry for each in excluded() for entry in each.entries()),
         "strikes": to_dicts(entry for each in excluded() for entry in each.strikes()),
-        **_settings(),
+        "folder": str(folder),
+        "writable": is_writable(folder),
+        "shared": Store(folder).shared(),
+        "decisions": sum(1 for _ in Store(folder).all()),
+        "leaves": [each for each in dict.fromkeys(leaves) if each != str(settings.NOWHERE)],
+        "unreadable": "" if folder == settings.NOWHERE else why_unreadable(folder),
+        "mode": settings.mode(),
+        "budget_ms": settings.budget_ms(),
+        "missed": missed(folder),
     }
 
 
@@ -53,7 +64,7 @@ def excluded() -> list[Quarantine]:
     return [Quarantine(cache_folder(), silicon) for silicon in silicons(cache_folder())]
 
 
-def to_dicts(entries: Any) -> list[dict[str, Any]]:
+def to_dicts(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     """Entries of a quarantine as plain values."""
     return [msgspec.to_builtins(entry) for entry in entries]
 
@@ -150,7 +161,6 @@ def _device(device: str) -> dict[str, Any]:
 
 def _backends() -> list[dict[str, Any]]:
     from attn_dispatch.kernels import registry
-    from attn_dispatch.settings import timeout_s
     from attn_dispatch.tuning import candidates as candidates  # guards the imports of plug-ins
     from attn_dispatch.tuning import guard
 
@@ -159,8 +169,8 @@ def _backends() -> list[dict[str, Any]]:
         version, reason = None, ""
         try:
             backend = registry.load(name)
-            version = guard.run_guarded(partial(registry.version_of, backend), timeout_s())
-            reason = guard.run_guarded(partial(_unusable, backend), timeout_s())
+            version = guard.run_guarded(partial(registry.version_of, backend), settings.timeout_s())
+            reason = guard.run_guarded(partial(_unusable, backend), settings.timeout_s())
         except InvalidInput as error:
             reason = str(error)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
@@ -182,25 +192,6 @@ def _unusable(backend: Backend) -> str:
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     refusals = refusals_of(backend, problem_of((1, 128, 8, 64), Dense(), dtype, device))
     return "; ".join(str(refusal) for refusal in refusals if refusal.code in {"not_installed", "device"})
-
-
-def _settings() -> dict[str, Any]:
-    from attn_dispatch.settings import budget_ms, mode
-
-    folder, leaves = cache_folder(), [str(cache_folder())]
-    with suppress(RuntimeError):  # no home folder
-        leaves.append(str(settings.user_folder() or folder))
-    return {
-        "folder": str(folder),
-        "writable": is_writable(folder),
-        "shared": Store(folder).shared(),
-        "decisions": sum(1 for _ in Store(folder).all()),
-        "leaves": [each for each in dict.fromkeys(leaves) if each != str(settings.NOWHERE)],
-        "unreadable": "" if folder == settings.NOWHERE else why_unreadable(folder),
-        "mode": mode(),
-        "budget_ms": budget_ms(),
-        "missed": missed(folder),
-    }
 
 
 def is_writable(folder: Path) -> bool:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from attn_dispatch.cli import stored
-from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS, Threshold, by_length, threshold_of
-from attn_dispatch.text import printable
+from attn_dispatch.text import folded, printable, where_true
 
 HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
 LEFT = {0, 1, 3, 4, 7}
@@ -38,16 +37,15 @@ def run(folder: Path, as_json: bool) -> int:
 
 
 def lines(found: Sequence[SpeedupSeries]) -> list[str]:
-    """A table for each silicon, followed by a plot for each threshold."""
+    """A table for each silicon, followed by the gains at all lengths of each threshold."""
     if not found:
         return [NOTHING]
     printed: list[str] = []
     for silicon, members in groupby(sorted(found, key=sort_key), key=lambda series: series.silicon):
         pairs = [(series, threshold_of(series)) for series in members]
         printed += [f"silicon   {silicon}", "", *table(pairs).lines(), ""]
-        for series, threshold in pairs:
-            printed += [] if threshold is None else [*_plot(series, threshold), ""]
-    return [*printed, *EXPLAINED]
+        printed += [_gains(series, threshold) for series, threshold in pairs if threshold is not None]
+    return [*printed, "", *EXPLAINED]
 
 
 def table(pairs: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Table:
@@ -58,7 +56,7 @@ def table(pairs: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Table:
 
 def to_dicts(found: Sequence[SpeedupSeries]) -> list[dict[str, Any]]:
     """Plain values for JSON; lengths in tokens."""
-    return [to_dict(series, threshold_of(series)) for series in sorted(found, key=sort_key)]
+    return [_to_dict(series, threshold_of(series)) for series in sorted(found, key=sort_key)]
 
 
 def sort_key(series: SpeedupSeries) -> tuple[str, str, int, list[str], str]:
@@ -73,21 +71,19 @@ def _name(series: SpeedupSeries) -> list[str]:
     return [family_title(series.family), *what, series.order]
 
 
-def to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
-    """Plain values for JSON; lengths in tokens."""
-    lengths = by_length(series.speedups)
+def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
+    lengths, problem = by_length(series.speedups), series.problem
+    found = {name: getattr(threshold, name, None) for name in ("tokens", "low", "high")}
     return {
         "silicon": series.silicon,
         "group": series.group,
         "pattern": series.family,
-        "dtype": series.problem.get("dtype"),
-        "head_dim": series.problem.get("head_dim"),
+        "dtype": problem.get("dtype"),
+        "head_dim": problem.get("head_dim"),
         "direction": _direction(series),
         "order": series.order,
         "verdict": "unknown" if threshold is None else "never" if threshold.tokens is None else "above",
-        "tokens": None if threshold is None else threshold.tokens,
-        "low": None if threshold is None else threshold.low,
-        "high": None if threshold is None else threshold.high,
+        **found,
         "measured_to": lengths[-1].tokens if lengths else None,
         "points": [
             {"tokens": each.tokens, "gain": each.factor, "low": each.low, "high": each.high, "key": each.key}
@@ -98,7 +94,7 @@ def to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any
 
 def _cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:
     lengths = by_length(series.speedups)
-    longest = f"{lengths[-1].factor:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
+    longest = ratio_text(lengths[-1].low, lengths[-1].factor, lengths[-1].high) if lengths else "-"
     return [*_name(series), str(len(lengths)), longest, threshold_text(threshold)]
 
 
@@ -118,11 +114,13 @@ def threshold_text(threshold: Threshold | None) -> str:
 def _direction(series: SpeedupSeries) -> str:
     """Forward or forward + backward, and the other properties that part groups."""
     problem = series.problem
-    words = ["forward + backward" if problem.get("needs_grad") else "forward"]
-    words += [name for name in ("seq_lens", "key_mask") if problem.get(f"has_{name}")]
-    words += ["dropout"] * _is_above(problem.get("dropout_p"), 0)
-    words += [f"ranks {problem['ranks']}"] * _is_above(problem.get("ranks"), 1)
-    return " ".join(words)
+    held = {
+        "seq_lens": problem.get("has_seq_lens"),
+        "key_mask": problem.get("has_key_mask"),
+        "dropout": _is_above(problem.get("dropout_p"), 0),
+        f"ranks {problem.get('ranks')}": _is_above(problem.get("ranks"), 1),
+    }
+    return " ".join(["forward + backward" if problem.get("needs_grad") else "forward", *where_true(held)])
 
 
 def _is_above(value: object, least: int) -> bool:
@@ -130,8 +128,11 @@ def _is_above(value: object, least: int) -> bool:
     return isinstance(value, int | float) and value > least
 
 
-def _plot(series: SpeedupSeries, threshold: Threshold) -> list[str]:
-    points = [(each.tokens, each.low, each.factor, each.high) for each in by_length(threshold.points)]
-    title = f"{family_title(series.family)} {series.problem.get('dtype')} d{series.problem.get('head_dim')}"
-    end = f"{_direction(series)}, {series.order}: {threshold_text(threshold)}"
-    return [printable(f"{title} {end}"), *curve(points, threshold.tokens)]
+def ratio_text(low: float, middle: float, high: float) -> str:
+    """`1.37x (1.35 - 1.40)`."""
+    return f"{middle:.2f}x ({low:.2f} - {high:.2f})"
+
+
+def _gains(series: SpeedupSeries, threshold: Threshold) -> str:
+    gains = ", ".join(f"{each.factor:.2f}x at {each.tokens:,}" for each in by_length(threshold.points))
+    return folded(printable(f"{' '.join(_name(series))}: {gains} tokens"))

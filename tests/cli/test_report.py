@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 from attn_dispatch.cli.report import page as page_module
-from attn_dispatch.cli.report.comparisons import verdicts
 from attn_dispatch.cli.report.series import all_series
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.store.decision import TIMED, Decision
@@ -70,20 +69,10 @@ def decision(times: dict[planted.Name, float | None], **more: object) -> Decisio
     return made_up.whole(planted.problem_at(1024), times, **more)
 
 
-def once(decision: Decision, *statuses: str) -> Decision:
-    """The decision with candidates, or those of these statuses, timed once."""
-    rows = (replace(row, rounds=1) if row.status in (statuses or TIMED) else row for row in decision.candidates)
+def once(decision: Decision) -> Decision:
+    """The decision with all candidates timed once."""
+    rows = (replace(row, rounds=1) if row.status in TIMED else row for row in decision.candidates)
     return replace(decision, candidates=tuple(rows))
-
-
-def test_verdicts_are_counted_with_reasons_that_differ_in_numbers_only() -> None:
-    decisions = [made_up.whole(each, {SDPA: 2.0, NATIVE: 1.0, FLEX: None}) for each in made_up.problems((1024, 2048))]
-    assert verdicts(decisions).rows == [
-        ["sdpa", "slower", "2", "-"],
-        ["flash", "not installed", "2", made_up.REFUSED.reason],
-        ["native", "chosen", "2", "-"],
-        ["flex", "not measured", "2", "needs 1.0 s, with 0 s of the budget left"],
-    ]
 
 
 def test_a_series_has_all_lengths_and_the_crossing() -> None:
@@ -91,8 +80,8 @@ def test_a_series_has_all_lengths_and_the_crossing() -> None:
     assert series.title == "[1, N, 4, 64] float32 Dense() forward"
     assert list(series.by_length) == list(made_up.LENGTHS)
     (crossing,) = series.crossings
-    assert crossing.tokens == pytest.approx(3000)
-    assert crossing.text == "sdpa to native at about 3,000 tokens (measured at 2,048 and 4,096)"
+    assert 2048 < crossing.tokens < 4096
+    assert str(crossing) == "sdpa to native between 2,048 and 4,096 tokens"
     gains = {(point.row.id, point.tokens): point.gain for point in series.points}
     assert gains[NATIVE, 4096] == pytest.approx((4096 / 3000 * 0.99, 4096 / 3000, 4096 / 3000 * 1.01))
     assert gains[SDPA, 1024] == (1.0, 1.0, 1.0)
@@ -100,30 +89,16 @@ def test_a_series_has_all_lengths_and_the_crossing() -> None:
     assert series.numbers.rows[2][1:3] == ["5.59 ms (1.00x)", "4.1 ms (1.37x)"]
 
 
-def test_a_crossing_within_noise_and_one_that_is_not_known() -> None:
-    def crossing(*times: dict[planted.Name, float | None]) -> tuple[float | None, str]:
-        made = [made_up.whole(each, one) for each, one in zip(made_up.problems((1024, 2048)), times)]
-        ((found,),) = (series.crossings for series in all_series(made))
-        return found
-
-    tokens, text = crossing({SDPA: 1.0, NATIVE: 1.01}, {SDPA: 4, NATIVE: 2})
-    assert text.endswith("(measured at 1,024 and 2,048; within noise at one of them)")
-    tokens, text = crossing({SDPA: 1.0, NATIVE: None}, {SDPA: 4.0, NATIVE: 2.0})
-    assert tokens is None
-    assert "unknown, since one was not timed at both" in text
-
-
-@pytest.mark.parametrize(("lengths", "at"), [((1024,), "1,024"), ((4096,), "4,096"), ((1024, 4096), "1,024, 4,096")])
-def test_no_headline_rests_on_single_samples(lengths: tuple[int, ...], at: str) -> None:
+@pytest.mark.parametrize("lengths", [(1024,), (4096,), (1024, 4096)])
+def test_no_headline_rests_on_single_samples(lengths: tuple[int, ...]) -> None:
     made = [once(each) if each.problem["q_len"] in lengths else each for each in made_up.crossing((1024, 4096))]
     (series,) = all_series(made)
-    assert series.crossings == []
-    assert series.notes == [f"Which candidate is the fastest is not known at {at} tokens: it was timed once there."]
-    # At 1,024 tokens SDPA itself is the fastest: 1.00x, without any second time.
-    expected = "1.00x" if 4096 in lengths else "1.17x"
-    assert f"<dd>{expected}</dd>" in page_module._summary(list(map(Explanation.of, made)), 0)
-    (crossing,) = all_series([once(each, "slower") for each in made_up.crossing((1024, 4096))])[0].crossings
-    assert crossing.tokens is None  # nor where the two cross
+    assert (series.crossings, series.notes) == ([], [])
+    assert ", 1 sample" in str(series.numbers.rows)
+    # At 1,024 tokens SDPA itself is the fastest.
+    means = {(1024,): "1.37x", (4096,): "1.00x", (1024, 4096): "-"}
+    shown = page_module._summary(made, 0)
+    assert (f"<dd>{means[lengths]}, geometric mean of 1" in shown) == (means[lengths] != "-")
 
 
 def test_series_of_one_title_are_told_apart_and_others_are_not_mixed() -> None:
@@ -260,7 +235,6 @@ def test_a_decision_that_cannot_be_shown_is_named(folder: Path) -> None:
     assert "TypeError: " in done.stderr
     assert f"{len(others)} decisions in" in done.stdout
     found = Texts((folder.parent / "report.html").read_text(encoding="utf-8")).text
-    assert "Left out, since they cannot be shown (1)" in found
     assert all(each.key[:10] in found for each in others)
 
 

@@ -88,7 +88,6 @@ TORCH_FREE = (
     "learning.predict",
     "learning.regret",
     "learning.thresholds",
-    "machine.child",
     "machine.hardware",
     "machine.memory",
     "spec.checks",

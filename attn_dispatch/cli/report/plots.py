@@ -22,6 +22,21 @@ BYTES = (
     "format(datum.value / 1073741824, '.3~r') + ' GiB'"
 )
 TIMES = "format(datum.value, '.3~g') + 'x'"
+X = {
+    "field": "tokens",
+    "type": "quantitative",
+    "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
+    "axis": {"labelExpr": TOKENS, "title": "tokens", "grid": False, "labelOverlap": "greedy"},
+}
+#: Lengths with a text, as vertical rules.
+MARKS: list[dict[str, Any]] = [
+    {"data": {"name": "marks"}, "mark": {"type": "rule", "strokeDash": [2, 3], "color": SOFT}, "encoding": {"x": X}},
+    {
+        "data": {"name": "marks"},
+        "mark": {"type": "text", "baseline": "bottom", "dy": -3, "color": SOFT},
+        "encoding": {"x": X, "y": {"value": 0}, "text": {"field": "text"}},
+    },
+]
 
 
 class Panel(NamedTuple):
@@ -35,10 +50,11 @@ class Panel(NamedTuple):
     reference: float | None = None
 
 
-TIME = Panel("Time of one call", "ms", MS)
-GAIN = Panel("SDPA's time / this time: above 1 is faster", "gain", TIMES, reference=1.0)
-MEMORY = Panel("Peak memory of one call", "bytes", BYTES, base=2, has_interval=False)
-ORDER = Panel("Time in natural order / time in this order: above 1 is faster", "gain", TIMES, reference=1.0)
+PANELS = (
+    Panel("Time of one call", "ms", MS),
+    Panel("SDPA's time / this time: above 1 is faster", "gain", TIMES, reference=1.0),
+    Panel("Peak memory of one call", "bytes", BYTES, base=2, has_interval=False),
+)
 
 
 class Look(NamedTuple):
@@ -73,8 +89,8 @@ def runtime() -> str:
     return found
 
 
-def compiled(panels: Sequence[Panel], looks: Sequence[Look]) -> dict[str, Any]:
-    """Panels above each other as Vega, on logarithmic axes, with one legend; a click there fades the other candidates.
+def compiled(looks: Sequence[Look]) -> dict[str, Any]:
+    """The panels above each other as Vega, on logarithmic axes, with one legend; a click there fades the others.
 
     The page fills in the data `points` (name, tokens, the panels' fields, a text) and `marks` (tokens with a text),
     and the signal `names`: those of the points.
@@ -84,7 +100,7 @@ def compiled(panels: Sequence[Panel], looks: Sequence[Look]) -> dict[str, Any]:
         "background": None,
         "params": [{"name": "names", "value": []}],
         "data": {"name": "points"},
-        "vconcat": [_panel(each, looks, is_first=each is panels[0]) for each in panels],
+        "vconcat": [_panel(each, looks, is_first=each is PANELS[0]) for each in PANELS],
         "config": {
             "view": {"stroke": None},
             "axis": {"labelColor": SOFT, "titleColor": SOFT, "tickColor": LINE, "domainColor": LINE, "gridColor": LINE},
@@ -96,19 +112,14 @@ def compiled(panels: Sequence[Panel], looks: Sequence[Look]) -> dict[str, Any]:
 
 
 def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, Any]:
-    names = [each.name for each in looks]
-
-    def by_name(values: Sequence[Any], **more: Any) -> dict[str, Any]:
-        scale = {"domain": names, "range": list(values)}
+    def by_name(part: str, **more: Any) -> dict[str, Any]:
+        scale = {"domain": [each.name for each in looks], "range": [getattr(each, part) for each in looks]}
         return {"field": "name", "type": "nominal", "scale": scale, "title": None, **more}
 
     legend = {"orient": "bottom", "values": {"expr": "names"}, "columns": {"expr": "max(1, floor(width / 150))"}}
-    colour = by_name([each.colour for each in looks], legend=legend)
-    dash = by_name([each.dash for each in looks], legend=legend)
-    shape = by_name([each.shape for each in looks], legend=legend)
-    value, low = _y(panel, panel.field), _y(panel, f"{panel.field}_low")
-    span = {"y": low, "y2": {"field": f"{panel.field}_high"}, "color": colour}
-    picked = {"name": "picked", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
+    colour, shape, dash = (by_name(part, legend=legend) for part in ("colour", "shape", "dash"))
+    value = _y(panel, panel.field)
+    span = {"y": _y(panel, f"{panel.field}_low"), "y2": {"field": f"{panel.field}_high"}, "color": colour}
     spans: list[dict[str, Any]] = [
         {"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": span},
         {"mark": "rule", "encoding": span},
@@ -121,22 +132,17 @@ def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, 
             "encoding": {"y": value, "color": colour, "shape": shape, "tooltip": {"field": "text", "type": "nominal"}},
         },
     ]
-    fade = {"condition": {"param": "picked", "value": 1}, "value": 0.08}
-    if is_first:
-        layers[0]["params"] = [picked]
     for layer in layers:
-        layer["encoding"] = {"x": _x(), "opacity": fade, **layer["encoding"]}
+        fade = {"condition": {"param": "picked", "value": 1}, "value": 0.08}
+        layer["encoding"] = {"x": X, "opacity": fade, **layer["encoding"]}
         layer["transform"] = [{"filter": f"isValid(datum.{panel.field})"}]
     if panel.reference is not None:
         rule = {"type": "rule", "strokeDash": [4, 4], "color": SOFT}
         layers.append({"data": {"values": [{}]}, "mark": rule, "encoding": {"y": _y(panel, datum=panel.reference)}})
-    return {"title": panel.title, "width": 600, "height": 240, "layer": [*layers, *(_marks() if is_first else [])]}
-
-
-def _x() -> dict[str, Any]:
-    scale = {"type": "log", "base": 2, "nice": False, "padding": 12}
-    axis = {"labelExpr": TOKENS, "title": "tokens", "grid": False, "labelOverlap": "greedy"}
-    return {"field": "tokens", "type": "quantitative", "scale": scale, "axis": axis}
+    if is_first:
+        layers[0]["params"] = [{"name": "picked", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}]
+        layers += MARKS
+    return {"title": panel.title, "width": 600, "height": 240, "layer": layers}
 
 
 def _y(panel: Panel, field: str | None = None, datum: float | None = None) -> dict[str, Any]:
@@ -144,13 +150,3 @@ def _y(panel: Panel, field: str | None = None, datum: float | None = None) -> di
     axis = {"labelExpr": labels, "title": None, "labelOverlap": "greedy", "minExtent": 55, "tickCount": 6}
     scale = {"type": "log", "base": panel.base, "nice": False, "zero": False, "padding": 8}
     return {"type": "quantitative", "axis": axis, "scale": scale, **({"field": field} if field else {"datum": datum})}
-
-
-def _marks() -> list[dict[str, Any]]:
-    """Lengths with a text, as vertical rules."""
-    data, rule = {"name": "marks"}, {"type": "rule", "strokeDash": [2, 3], "color": SOFT}
-    text = {"type": "text", "baseline": "bottom", "dy": -3, "color": SOFT}
-    return [
-        {"data": data, "mark": rule, "encoding": {"x": _x()}},
-        {"data": data, "mark": text, "encoding": {"x": _x(), "y": {"value": 0}, "text": {"field": "text"}}},
-    ]

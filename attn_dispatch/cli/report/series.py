@@ -12,10 +12,11 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from attn_dispatch.cli.report.comparisons import by_preference, gain_over, plain_of
-from attn_dispatch.cli.tables import Table, compact
+from attn_dispatch.cli.tables import Table, compact, gain_over, plain_of
+from attn_dispatch.kernels.registry import BUILT_IN
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import Bounds, family_of
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import milliseconds, titled
 
@@ -38,19 +39,25 @@ class Point(NamedTuple):
         return self.row.median_ms or math.inf
 
     @property
-    def is_single(self) -> bool:
+    def remark(self) -> str:
         """Whether the time is a single sample."""
-        return self.row.rounds == 1
+        return ", 1 sample" if self.row.rounds == 1 else ""
 
 
 class Crossing(NamedTuple):
-    """Where the fastest candidate changes between two neighbouring lengths at which it was sampled more than once.
+    """Two neighbouring lengths, sampled more than once, between which the fastest candidate changes."""
 
-    `tokens` is interpolated linearly in log-log; None where one of the two has no such time at both lengths.
-    """
+    first: Point
+    last: Point
 
-    tokens: float | None
-    text: str
+    @property
+    def tokens(self) -> float:
+        """The middle between them on a logarithmic axis."""
+        return math.sqrt(self.first.tokens * self.last.tokens)
+
+    def __str__(self) -> str:
+        change = f"{titled(*self.first.row.id)} to {titled(*self.last.row.id)}"
+        return f"{change} between {self.first.tokens:,} and {self.last.tokens:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Series:
 
     @cached_property
     def by_length(self) -> dict[int, dict[CandidateId, Point]]:
-        """The fastest point of each candidate, the shortest length first."""
+        """The points of each length by candidate, the shortest length and the fastest point first."""
         found: defaultdict[int, dict[CandidateId, Point]] = defaultdict(dict)
         for point in sorted(self.points, key=lambda point: (point.tokens, point.ms)):
             found[point.tokens].setdefault(point.row.id, point)
@@ -72,20 +79,14 @@ class Series:
     @property
     def crossings(self) -> list[Crossing]:
         """Sorted by length."""
-        known = [points for points in self.by_length.values() if not _fastest(points).is_single]
-        return [found for one, two in pairwise(known) if (found := _crossing(one, two)) is not None]
+        fastest = (next(iter(points.values())) for points in self.by_length.values())
+        known = [point for point in fastest if not point.remark]
+        return [Crossing(one, two) for one, two in pairwise(known) if one.row.id != two.row.id]
 
     @property
     def notes(self) -> list[str]:
-        """Where the fastest candidate changes; or that it is not known, since it was sampled once."""
-        fastest = map(_fastest, self.by_length.values())
-        once = ", ".join(f"{each.tokens:,}" for each in fastest if each.is_single)
-        found = [f"Fastest: {each.text}." for each in self.crossings]
-        if once:
-            found.append(f"Which candidate is the fastest is not known at {once} tokens: it was timed once there.")
-        elif not found:
-            found.append("The same candidate is the fastest at all measured lengths.")
-        return found
+        """Where the fastest candidate changes."""
+        return [f"Fastest: {each}." for each in self.crossings]
 
     @property
     def numbers(self) -> Table:
@@ -101,7 +102,13 @@ class Series:
 
 def _cell(point: Point) -> str:
     gain = "" if point.gain is None else f" ({point.gain[1]:.2f}x)"
-    return milliseconds(point.ms) + gain + (", 1 sample" if point.is_single else "")
+    return milliseconds(point.ms) + gain + point.remark
+
+
+def by_preference(name: CandidateId) -> tuple[int, str, bool, str]:
+    """Sorts candidates as the registry lists backends, natural order first; other packages' come last."""
+    backend, order = name
+    return BUILT_IN.index(backend) if backend in BUILT_IN else len(BUILT_IN), backend, order != NATURAL, order
 
 
 def all_series(decisions: Sequence[Decision]) -> list[Series]:
@@ -135,7 +142,7 @@ def _by_segments(members: Sequence[Decision]) -> list[list[Decision]]:
 
 
 def _points(decision: Decision) -> list[Point]:
-    plain, tokens = plain_of(decision), _tokens(decision.problem)
+    plain, tokens = plain_of(decision.candidates), _tokens(decision.problem)
     return [Point(tokens, row, gain_over(plain, row)) for row in decision.candidates if is_timed(row)]
 
 
@@ -167,26 +174,3 @@ def _differing(shared: str, others: Sequence[str]) -> str:
     mine, plain = json.loads(shared), list(map(json.loads, others))
     differing = [name for name in mine if any(other.get(name) != mine[name] for other in plain)]
     return f" ({', '.join(f'{name} {json.dumps(mine[name])}' for name in differing)})" if differing else ""
-
-
-def _fastest(points: Mapping[CandidateId, Point]) -> Point:
-    return min(points.values(), key=lambda point: point.ms)
-
-
-def _crossing(one: Mapping[CandidateId, Point], two: Mapping[CandidateId, Point]) -> Crossing | None:
-    first, last = _fastest(one), _fastest(two)
-    if first.row.id == last.row.id:
-        return None
-    change = f"{titled(*first.row.id)} to {titled(*last.row.id)}"
-    between = f"measured at {first.tokens:,} and {last.tokens:,}"
-    rival, former = one.get(last.row.id), two.get(first.row.id)
-    if rival is None or former is None or rival.is_single or former.is_single:
-        why = "where they cross is unknown, since one was not timed at both, or once"
-        return Crossing(None, f"{change}: {between}; {why}")
-    ahead = math.log(rival.ms) - math.log(first.ms)
-    behind = math.log(former.ms) - math.log(last.ms)
-    share = ahead / (ahead + behind) if ahead + behind else 0.5
-    tokens = first.tokens * math.pow(last.tokens / first.tokens, share)
-    sure = all((a.row.high_ms or a.ms) < (b.row.low_ms or b.ms) for a, b in ((first, rival), (last, former)))
-    doubt = "" if sure else "; within noise at one of them"
-    return Crossing(tokens, f"{change} at about {float(f'{tokens:.2g}'):,.0f} tokens ({between}{doubt})")
