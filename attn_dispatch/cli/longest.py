@@ -4,6 +4,7 @@ did not. Each length is tried in a process of its own (`limited`), which can tak
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,12 +12,14 @@ from dataclasses import dataclass, field
 
 from attn_dispatch.cli.limited import Attempt, run_alone
 from attn_dispatch.decisions.decide import explain_problem
-from attn_dispatch.decisions.unmeasured import check_names, forced_candidates
+from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
 from attn_dispatch.settings import measures
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.text import gib, one_line
-from attn_dispatch.tuning.candidates import Candidate, Request, work
+from attn_dispatch.text import gib, one_line, titled
+from attn_dispatch.tuning.candidates import Candidate, work
 from attn_dispatch.tuning.example import example_bytes
 
 RESOLUTION = 8  #: the search ends where the first length that failed is within 1 / 8 of the longest that ran
@@ -112,62 +115,46 @@ class Search:
         planned = self._planned(tokens)
         if isinstance(planned, Tried):
             return planned
-        attempt, candidate = planned
-        length, operations = attempt.problem.q_len, work(candidate, attempt.problem)
-        expected = operations / self._rate.get(candidate.name, float("inf"))
+        attempt, operations = planned
+        name, length = attempt.backend, attempt.problem.q_len
+        expected = operations / self._rate.get(name, math.inf)
         if expected > self.max_seconds:
             text = f"by estimate, not tried: would take {expected:.3g} s, the limit is {self.max_seconds:g} s"
-            return Tried(length, candidate.name, "time", text)
-        self.report(f"{length:,} tokens with {candidate.title}")
-        found = Tried(length, candidate.name, **run_alone(attempt))
+            return Tried(length, name, "time", text)
+        self.report(f"{length:,} tokens with {titled(name, attempt.order)}")
+        found = Tried(length, name, **run_alone(attempt))
         if found.seconds:
-            self._rate[candidate.name] = operations / found.seconds
+            self._rate[name] = operations / found.seconds
         return found
 
-    def _planned(self, tokens: int) -> tuple[Attempt, Candidate] | Tried:
-        """What would run at a length, or why nothing does."""
+    def _planned(self, tokens: int) -> tuple[Attempt, float] | Tried:
+        """What would run at a length, with its operations; or why nothing does."""
         try:
             problem = self.problem_at(tokens)
-        except InvalidInput as error:
-            return Tried(tokens, self.backend or "", "refused", one_line(error))
-        needed = example_bytes(problem) + problem.result_bytes
-        if needed > self.memory_bytes:  # before the backends are asked, which takes long for very long sequences
-            what = "q, k, v, out and gradients" if problem.needs_grad else "q, k, v and out"
-            text = f"by estimate, not tried: {what} take {gib(needed)}, the limit is {gib(self.memory_bytes)}"
-            return Tried(problem.q_len, self.backend or "", "memory", text)
-        candidate = self._candidate(problem)
-        if isinstance(candidate, Tried):
-            return candidate
-        name, first = candidate.name, None
+            needed = example_bytes(problem) + problem.result_bytes
+            if needed > self.memory_bytes:  # before the backends are asked, which takes long for very long sequences
+                what = "q, k, v, out and gradients" if problem.needs_grad else "q, k, v and out"
+                text = f"by estimate, not tried: {what} take {gib(needed)}, the limit is {gib(self.memory_bytes)}"
+                return Tried(problem.q_len, self.backend or "", "memory", text)
+            explained = explain_problem(problem, self.backend)
+        except InvalidInput as error:  # of the problem, or another package's backend cannot be loaded
+            return Tried(tokens, self.backend or "", "refused", str(error))
+        self.guessed = self.guessed or (explained.source == "heuristic" and measures())
+        if explained.choice is None:
+            status = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
+            reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
+            return Tried(problem.q_len, self.backend or "", status, "no backend can run it", reasons)
+        backend, order, first = registry.load(explained.choice), explained.order or NATURAL, None
         with suppress(InvalidInput):
             first = self.problem_at(max(1, min(WARM_TOKENS, problem.q_len // 2)))
         if first is not None and first.q_len >= problem.q_len:  # no limit holds yet
             first = None
         try:
-            declared = needed + operator.index(candidate.backend.workspace_bytes(problem))
+            declared = needed + operator.index(backend.workspace_bytes(problem))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, which is its row's reason
-            return Tried(problem.q_len, name, "failed", f"workspace_bytes: {one_line(error)}")
-        return Attempt(problem, first, name, candidate.order, self.memory_bytes, declared, self.max_seconds), candidate
-
-    def _candidate(self, problem: Problem) -> Candidate | Tried:
-        """The candidate that would run, or why none does."""
-        name, order = self.backend, None
-        if name is None:
-            explained = explain_problem(problem)
-            name, order = explained.choice, explained.order
-            self.guessed = self.guessed or (explained.source == "heuristic" and measures())
-            if name is None:
-                why = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
-                reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
-                return Tried(problem.q_len, "", why, "no backend can run it", reasons)
-        try:
-            (candidate, *_), _ = forced_candidates(Request.of(problem), name, order)
-        except InvalidInput as error:  # another package's backend, which cannot be loaded
-            return Tried(problem.q_len, name, "refused", str(error))
-        if candidate.row is None:
-            return candidate
-        why = "memory" if candidate.row.status == "over_memory" else "refused"
-        return Tried(problem.q_len, name, why, candidate.row.reason)
+            return Tried(problem.q_len, backend.name, "failed", f"workspace_bytes: {one_line(error)}")
+        limits = self.memory_bytes, declared, self.max_seconds
+        return Attempt(problem, first, backend.name, order, *limits), work(Candidate(backend, order, None), problem)
 
 
 def find_longest(runs: Callable[[int], bool], start: int, most: int) -> int | None:

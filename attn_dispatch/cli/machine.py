@@ -76,21 +76,18 @@ def lines(report: Report) -> list[str]:
     """A line for each processor, one for the software, and one for each device that cannot be used."""
     from attn_dispatch.machine.hardware import hardware
 
-    found = hardware()
+    found, unusable = hardware(), [each for each in report["devices"] if each["unusable"]]
     software = f"torch {found.torch}, CUDA {found.cuda or 'none'}"
-    unusable = [
-        f"{each['device']} cannot be used: {each['unusable']}" for each in report["devices"] if each["unusable"]
-    ]
-    return [*str(found).splitlines(), software, *unusable]
+    why = [f"{each['device']} cannot be used: {each['unusable']}" for each in unusable]
+    return [*str(found).splitlines(), software, *why]
 
 
 def devices(report: Report) -> Table:
     """Each device with its free memory and the dtype that suits it."""
-    rows = [
-        [each["device"], "unknown" if each["free_bytes"] is None else gib(each["free_bytes"]), each["dtype"],
-         each["dtype_reason"], each["silicon"]]
-        for each in report["devices"]
-    ]  # fmt: skip
+    rows = []
+    for each in report["devices"]:
+        free = "unknown" if each["free_bytes"] is None else gib(each["free_bytes"])
+        rows.append([each["device"], free, each["dtype"], each["dtype_reason"], each["silicon"]])
     return Table(("device", "free", "dtype", "why", "silicon"), rows, {0, 2, 3, 4}, "Devices")
 
 
@@ -119,22 +116,22 @@ def _entry_cells(item: Report) -> list[str]:
 
 def state(report: Report) -> list[tuple[str, str]]:
     """Names and values: the native kernel, the stored decisions, the settings, what is yet unmeasured."""
-    missed = report["missed"]
-    unwritable = "" if report["writable"] else ", which cannot be written"
+    missed, unwritable = report["missed"], "" if report["writable"] else ", which cannot be written"
     stored = f"{report['decisions']} in {report['folder']}{unwritable}"
     stored += f"; {report['unreadable']}" if report["unreadable"] else ""
     if report["folder"] == str(settings.NOWHERE):
         stored = f"none: {NO_HOME}"
     unmeasured = f"{missed['count']}; measure them with: {missed['command']}" if missed["count"] else "none"
-    return [
-        ("native", report["native"]),
-        ("decisions", stored),
-        *([("shared", report["shared"])] if report["shared"] else []),
-        ("mode", f"{report['mode']}   ($ATTN_DISPATCH_MODE)"),
-        ("budget", f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)"),
-        ("missed", missed["reason"] or unmeasured),
-        ("remove", f"delete these after uninstalling, or to start anew: {', '.join(report['leaves']) or 'nothing'}"),
-    ]
+    found = {
+        "native": report["native"],
+        "decisions": stored,
+        "shared": report["shared"],
+        "mode": f"{report['mode']}   ($ATTN_DISPATCH_MODE)",
+        "budget": f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)",
+        "missed": missed["reason"] or unmeasured,
+        "remove": f"delete these after uninstalling, or to start anew: {', '.join(report['leaves']) or 'nothing'}",
+    }
+    return [(name, value) for name, value in found.items() if value]
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import Bounds, time_ratio
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision, Row
-from attn_dispatch.text import align, folded, milliseconds, printable, titled, where_true
+from attn_dispatch.text import align, milliseconds, printable, titled, where_true
 
 HEAD = ("problem", "winner", "time", "vs SDPA", "")
 PLAIN = ("sdpa", "sdpa_mask")  #: PyTorch's own attention, without a mask and with one
@@ -61,7 +60,8 @@ def when(decision: Decision) -> str:
 
 def cells(explanation: Explanation) -> list[str]:
     """The cells of a decision under `HEAD`."""
-    problem, source = compact(explanation.problem), source_of(explanation)
+    held = {"provisional": explanation.provisional, "unchecked": explanation.unchecked, "drifted": explanation.drift}
+    problem, source = compact(explanation.problem), ", ".join([explanation.source, *where_true(held)])
     if explanation.choice is None:
         return [problem, "none", "-", "-", "no backend can run it"]
     name, chosen = titled(explanation.choice, explanation.order or NATURAL), chosen_of(explanation.candidates)
@@ -98,12 +98,6 @@ def gain_over(plain: Row | None, row: Row) -> Bounds | None:
     return (low, middle, high) if 0 < low <= middle <= high < math.inf else None
 
 
-def source_of(explanation: Explanation) -> str:
-    """Where a choice comes from, and what else holds of it: `measured, provisional`."""
-    held = {"provisional": explanation.provisional, "unchecked": explanation.unchecked, "drifted": explanation.drift}
-    return ", ".join([explanation.source, *where_true(held)])
-
-
 def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
     """The candidates that can run none of the problems, with the reasons common to all their refusals."""
     reasons: dict[str, list[list[str]]] = {}
@@ -115,18 +109,6 @@ def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
         if len(found) == len(explanations)
     }
     return {name: text for name, text in shared.items() if text}
-
-
-def left_for_full(explanations: Sequence[Explanation]) -> dict[str, int]:
-    """The candidates that the budget did not suffice for, with the number of problems that need more of it."""
-    rows = (row for explanation in explanations for row in explanation.candidates if row.status == "not_measured")
-    return dict(Counter(titled(*row.id) for row in rows if "budget" in row.reason).most_common())
-
-
-def no_backend(explanation: Explanation) -> list[str]:
-    """Why no backend runs a problem, one line for each backend."""
-    rows = [f"  {titled(*row.id)}: {row.reason or row.status.replace('_', ' ')}" for row in explanation.candidates]
-    return [f"no backend can run {compact(explanation.problem)}:", *(folded(printable(row)) for row in rows)]
 
 
 def compact(problem: str) -> str:

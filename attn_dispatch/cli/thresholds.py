@@ -12,7 +12,7 @@ from attn_dispatch.cli import stored
 from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS, Threshold, by_length, threshold_of
-from attn_dispatch.text import folded, printable, where_true
+from attn_dispatch.text import where_true
 
 HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
 LEFT = {0, 1, 3, 4, 7}
@@ -37,15 +37,14 @@ def run(folder: Path, as_json: bool) -> int:
 
 
 def lines(found: Sequence[SpeedupSeries]) -> list[str]:
-    """A table for each silicon, followed by the gains at all lengths of each threshold."""
+    """A table for each silicon."""
     if not found:
         return [NOTHING]
     printed: list[str] = []
     for silicon, members in groupby(sorted(found, key=sort_key), key=lambda series: series.silicon):
         pairs = [(series, threshold_of(series)) for series in members]
         printed += [f"silicon   {silicon}", "", *table(pairs).lines(), ""]
-        printed += [_gains(series, threshold) for series, threshold in pairs if threshold is not None]
-    return [*printed, "", *EXPLAINED]
+    return [*printed, *EXPLAINED]
 
 
 def table(pairs: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Table:
@@ -131,8 +130,3 @@ def _is_above(value: object, least: int) -> bool:
 def ratio_text(low: float, middle: float, high: float) -> str:
     """`1.37x (1.35 - 1.40)`."""
     return f"{middle:.2f}x ({low:.2f} - {high:.2f})"
-
-
-def _gains(series: SpeedupSeries, threshold: Threshold) -> str:
-    gains = ", ".join(f"{each.factor:.2f}x at {each.tokens:,}" for each in by_length(threshold.points))
-    return folded(printable(f"{' '.join(_name(series))}: {gains} tokens"))

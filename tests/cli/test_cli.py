@@ -116,7 +116,7 @@ def test_no_torch(measured: tuple[Path, dict[str, Any]]) -> None:
         (("explain", *SMALL, "--segments", "16"), "--segments and --dilations go together"),
         (("explain", *SMALL, "--segments", "16", "--dilations", "1", "--window", "3"), "give one of them"),
         (("explain", *SMALL, "--grid", "8,8"), "--grid needs --window"),
-        (("explain", *SMALL, "--window", "1,2,3,4"), "got 4 numbers"),
+        (("explain", *SMALL, "--window", "1,2,3,4"), "is LEFT,RIGHT,SINKS"),
         (("explain", *SMALL, "--window", "8", "--causal"), "RIGHT = 0 is causal"),
     ],
 )
@@ -222,8 +222,8 @@ def test_a_problem_that_no_backend_can_run(tmp_path: Path) -> None:
     done = command(tmp_path, "profile", *TOO_LONG, "--causal", "both")
     assert done.returncode == 1
     assert "no backend can run it" in done.stdout
-    assert done.stdout.count("no backend can run [1, 8589934592, 8, 64]") == 2
-    assert "sdpa: needs" in done.stdout
+    assert done.stdout.count("problem   [1, 8589934592, 8, 64]") == 2
+    assert "over memory" in done.stdout
     assert "not stored: no decision was measured" in done.stdout
     assert not list(tmp_path.iterdir())
     (decision,) = plain(command(tmp_path, "explain", *TOO_LONG, "--json"), code=1)["decisions"]
@@ -327,7 +327,7 @@ def test_inspect_an_empty_and_a_damaged_folder(tmp_path: Path) -> None:
     damaged.parent.mkdir(parents=True)
     damaged.write_text('{"schema": 1, ')
     done = command(tmp_path, "inspect", "--json")
-    assert plain(done) == {"folder": str(tmp_path), "decisions": [], "blocks": {}}
+    assert plain(done) == {"folder": str(tmp_path), "decisions": []}
     assert f"ignored {damaged}" in done.stderr
 
 
@@ -353,7 +353,7 @@ def test_inspect_regret(tmp_path: Path) -> None:
     (line,) = [line for line in done.stdout.splitlines() if group["title"] in line]
     assert line.split("   ")[-1].strip() == f"{100 * group['confidence']:.0f} %"
     assert ["8.3 %", "25.0 %", "25.0 %", group["worst_key"][:10], "67 %"] == re.split(r"\s{2,}", line)[3:8]
-    assert "too little evidence in 1 of 1 groups" in done.stdout
+    assert "too little evidence" in done.stdout
 
 
 def test_inspect_regret_needs_evidence(tmp_path: Path) -> None:

@@ -77,10 +77,9 @@ def once(decision: Decision) -> Decision:
 
 def test_a_series_has_all_lengths_and_the_crossing() -> None:
     (series,) = all_series(made_up.crossing())
-    assert series.title == "[1, N, 4, 64] float32 Dense() forward"
+    assert series.title.startswith(f"up to [1, {made_up.LENGTHS[-1]}, 4, 64] float32 Dense() forward, key ")
     assert list(series.by_length) == list(made_up.LENGTHS)
     (crossing,) = series.crossings
-    assert 2048 < crossing.tokens < 4096
     assert str(crossing) == "sdpa to native between 2,048 and 4,096 tokens"
     gains = {(point.row.id, point.tokens): point.gain for point in series.points}
     assert gains[NATIVE, 4096] == pytest.approx((4096 / 3000 * 0.99, 4096 / 3000, 4096 / 3000 * 1.01))
@@ -105,14 +104,12 @@ def test_series_of_one_title_are_told_apart_and_others_are_not_mixed() -> None:
     one = made_up.crossing((1024, 2048))
     two = made_up.crossing((1024, 2048), strides=["hnd", "hnd", "hnd"])
     three = made_up.crossing((1024,), heads=8)
-    assert {each.title for each in all_series([*one, *two, *three])} == {
-        '[1, N, 4, 64] float32 Dense() forward (strides ["nhd", "nhd", "nhd"])',
-        '[1, N, 4, 64] float32 Dense() forward (strides ["hnd", "hnd", "hnd"])',
-        "[1, N, 8, 64] float32 Dense() forward",
-    }
+    found = all_series([*one, *two, *three])
+    assert [list(each.by_length) for each in found] == [[1024, 2048], [1024, 2048], [1024]]
+    assert len({each.title for each in found}) == 3
     (grids,) = all_series(made_up.orders())
     assert list(grids.by_length) == [1024, 4096, 16384]
-    assert "grid, window=(13, 13)" in grids.title
+    assert "window=(13, 13)" in grids.title
 
 
 def test_a_dilated_series_has_the_lengths_that_cut_its_segments() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attn_dispatch.cli.tables import left_for_full, print_json, refused_by_all
+from attn_dispatch.cli.tables import print_json, refused_by_all
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.store.decision import Row
 from tests.support.commands import TWO, command
@@ -35,7 +35,6 @@ def test_a_backend_that_refuses_every_problem_is_listed_with_the_shared_reasons(
         ("flash", "not_installed", "none is installed"),
         ("native", "unsupported", "takes a head_dim up to 8, not 16"),
         ("flex", "unsupported", "its CPU kernel has no backward"),
-        ("tiles", "not_measured", "the budget was short"),
         ("odd", "unsupported", "one reason"),
     )
     other = explained(
@@ -43,12 +42,10 @@ def test_a_backend_that_refuses_every_problem_is_listed_with_the_shared_reasons(
         ("flash", "not_installed", "none is installed"),
         ("native", "slower", ""),
         ("flex", "not_measured", "the budget was short"),
-        ("tiles", "not_measured", "the budget was short"),
         ("odd", "unsupported", "another reason"),
     )
     refused = refused_by_all([one, other])
     assert refused == {"triton": CUDA, "flash": "none is installed"}
-    assert left_for_full([one, other]) == {"tiles": 2, "flex": 1}
 
 
 def test_a_notebook_shows_the_table_with_long_reasons_below_and_one_line_for_what_needs_cuda() -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from msgspec.structs import replace
 
 from attn_dispatch import profiling
 from attn_dispatch.cli import main
@@ -68,7 +66,6 @@ def test_inspect_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
     assert unknown == "needs more lengths: 2 at least"
     assert never == "never (up to 1,024 measured)"
     assert lines[0] == f"silicon   {made_up.SILICON}"
-    assert sum("x at 1,024" in line for line in lines) == 2  # gains at all lengths
     assert max(map(len, lines)) <= 150
 
 
@@ -192,9 +189,7 @@ ARGUMENTS = ("profile", "--thresholds", "--grid", "64,64", "--window", "13", "--
 def test_profile_measures_lengths_and_prints_thresholds(
     profiled: list[Problem], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = silicon(torch.device("cpu"))
     store_all(folder, *planted(crossing(3000)))  # on another machine
-    store_all(folder, *(replace(each, silicon=here) for each in alike(16, 7)))  # of another family
     printed = output(capsys, *ARGUMENTS, "--lengths", "8k,1k,2k", "--causal", "both")
     assert [each.q_len for each in profiled] == [n * n for n in (32, 32, 45, 45, 91, 91)]
     assert "stored in " in printed

@@ -10,7 +10,6 @@ import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,16 +50,6 @@ def blocks(page: str) -> list[Block]:
 
 def test_generated_parts_are_current() -> None:
     assert build.stale(build.made()) == [], "run `python -m tools.docs.build`"
-
-
-def test_what_is_not_current_is_named(tmp_path: Path) -> None:
-    (tmp_path / "one.md").write_text("old")
-    assert build.stale({tmp_path / "one.md": "new", tmp_path / "none.svg": ""}) == ["one.md", "none.svg"]
-
-
-def test_contents_of_blocks_are_replaced() -> None:
-    text = "a\n<!-- x: by hand -->\nold\n<!-- /x -->\nb <!-- y -->\n"
-    assert build.filled(text, {"x": "new"}) == f"a\n<!-- x: {build.MADE_BY} -->\nnew\n<!-- /x -->\nb <!-- y -->\n"
 
 
 def test_every_block_is_on_one_page() -> None:

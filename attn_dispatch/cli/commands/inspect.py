@@ -77,10 +77,16 @@ def _print_one(path: Path, decision: Decision) -> None:
 def _print_groups(found: list[Stored]) -> None:
     by_silicon = sorted(found, key=lambda pair: pair[1].silicon)  # stable: the newest stay first
     for silicon, group in groupby(by_silicon, key=lambda pair: pair[1].silicon):
-        pairs = list(group)
-        devices = dict.fromkeys(Explanation.of(decision).device for _, decision in pairs)
-        print(*(printable(f"device    {device}") for device in devices), f"silicon   {silicon}", "", sep="\n")
-        print(*decided(decision for _, decision in pairs).lines(), "", sep="\n")
-        folder = next(folder for folder in pairs[0][0].parents if folder.name == silicon)
-        print(f"stored in {folder}", "", sep="\n")
+        paths, decisions = zip(*group)
+        for device in dict.fromkeys(Explanation.of(decision).device for decision in decisions):
+            print(printable(f"device    {device}"))
+        print(
+            f"silicon   {silicon}",
+            "",
+            *decided(decisions).lines(),
+            "",
+            f"stored in {paths[0].parents[1]}",
+            "",
+            sep="\n",
+        )
     print(f"{len(found)} decisions; 'attn-dispatch inspect --key KEY' shows one in full")

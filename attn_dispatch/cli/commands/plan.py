@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_dispatch.cli import options
-from attn_dispatch.cli.tables import Table, print_json
+from attn_dispatch.cli.tables import Table, compact, print_json
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.text import gib, milliseconds, printable
@@ -67,12 +67,21 @@ class RankForecasts(NamedTuple):
     lengths: tuple[int, ...]
     forecasts: list[Forecast]
 
+    @property
+    def best(self) -> Forecast | None:
+        """The fastest one; None without times."""
+        timed = [each for each in self.forecasts if each.seconds is not None]
+        return min(timed, key=lambda each: each.seconds or 0.0, default=None)
+
 
 def run(args: argparse.Namespace) -> int:
     problem = _problem(args)
     rate = _rate(args, problem)
     if rate is None:
-        print(f"attn-dispatch plan: no time is predicted: {_no_rate(problem)}", file=sys.stderr)
+        dtype, heads = str(problem.dtype).removeprefix("torch."), f"{problem.heads}/{problem.kv_heads}"
+        more = f"attn-dispatch profile --shape {problem.batch},8k,{heads},{problem.head_dim} --dtype {dtype}"
+        why = f"no stored decision in {dtype} is large enough: give --rate, or measure with '{more}'"
+        print(f"attn-dispatch plan: no time is predicted: {why}", file=sys.stderr)
     plans = _plans(args, problem, rate)
     if args.json:
         print_json(_to_dict(args, problem, rate, plans))
@@ -102,13 +111,6 @@ def _rate(args: argparse.Namespace, problem: Problem) -> Rate | None:
     return rate_near(problem, -(-problem.q_len // max(args.ranks)))
 
 
-def _no_rate(problem: Problem) -> str:
-    shape = f"{problem.batch},8k,{problem.heads}/{problem.kv_heads},{problem.head_dim}"
-    dtype = str(problem.dtype).removeprefix("torch.")
-    what = f"no stored decision in {dtype} is large enough: give --rate"
-    return f"{what}, or measure with 'attn-dispatch profile --shape {shape} --dtype {dtype}'"
-
-
 def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> list[RankForecasts]:
     from rich.console import Console
 
@@ -126,11 +128,6 @@ def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> lis
     return found
 
 
-def _best(plan: RankForecasts) -> Forecast | None:
-    timed = [each for each in plan.forecasts if each.seconds is not None]
-    return min(timed, key=lambda each: each.seconds or 0.0, default=None)
-
-
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
@@ -141,17 +138,15 @@ def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
         found.append(f"rate      {rate.operations_per_s / 1e12:.3g} TFLOP/s for each rank ({rate.source})")
     rows = [_cells(problem, plan, each, plans[0]) for plan in plans for each in plan.forecasts]
     found += ["", *Table(HEAD, rows, LEFT).lines(), "", *EXPLAINED]
-    most = max((each.memory.setup_bytes for plan in plans for each in plan.forecasts if each.memory), default=0)
-    if most:
+    if most := max((each.memory.setup_bytes for plan in plans for each in plan.forecasts if each.memory), default=0):
         found.append(f"first call: about {gib(most)} more on each rank's host, to compute which rows go where")
     return found
 
 
 def _cells(problem: Problem, plan: RankForecasts, forecast: Forecast, first: RankForecasts) -> list[str]:
-    start = [str(plan.ranks), forecast.exchange]
-    if forecast.memory is None:
+    start, memory, best, base = [str(plan.ranks), forecast.exchange], forecast.memory, plan.best, first.best
+    if memory is None:
         return [*start, *"-" * 7, f"no: {forecast.reason}"]
-    memory, best, base = forecast.memory, _best(plan), _best(first)
     figures = [memory.peak_bytes, memory.buffer_bytes, forecast.shipped_bytes or 0, forecast.shipped_total_bytes or 0]
     times, speed = ["-"] * 3, _speed(problem, forecast)
     if forecast.seconds and speed and base is not None and base.seconds:
@@ -164,7 +159,7 @@ def _to_dict(
 ) -> dict[str, Any]:
     return {
         "problem": problem.to_dict(),
-        "title": " ".join(str(problem).split()),
+        "title": compact(str(problem)),
         "layout": args.layout,
         "link_bytes_per_s": args.link * 1e9,
         "rate": None if rate is None else {"operations": rate.operations_per_s, "source": rate.source, "key": rate.key},
@@ -172,16 +167,15 @@ def _to_dict(
             {
                 "ranks": plan.ranks,
                 "tokens": list(plan.lengths),
-                "fastest": getattr(_best(plan), "exchange", None),
-                "exchanges": [_forecast_dict(problem, each) for each in plan.forecasts],
+                "fastest": None if plan.best is None else plan.best.exchange,
+                "exchanges": [
+                    {**asdict(each), "serves": not each.reason, "tokens_per_s": _speed(problem, each)}
+                    for each in plan.forecasts
+                ],
             }
             for plan in plans
         ],
     }
-
-
-def _forecast_dict(problem: Problem, forecast: Forecast) -> dict[str, Any]:
-    return {**asdict(forecast), "serves": not forecast.reason, "tokens_per_s": _speed(problem, forecast)}
 
 
 def _speed(problem: Problem, forecast: Forecast) -> float | None:

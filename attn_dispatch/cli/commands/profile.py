@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds, urls
-from attn_dispatch.cli.tables import left_for_full, no_backend, print_json, refused_by_all, winners
+from attn_dispatch.cli.tables import print_json, refused_by_all, winners
 from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_of, family_title
+from attn_dispatch.learning.speedups import SpeedupSeries, all_series
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.store.folder import Store
@@ -28,8 +28,6 @@ EXAMPLE = """examples:
   attn-dispatch profile --quick
   attn-dispatch profile --lengths 1k:32k --causal both --backward
       causal and not, at 1024, 2048, .. 32768 tokens, as in training
-  attn-dispatch profile --shape 2,16k,16/4,128 --segments 2k,4k,8k --dilations 1,2,4 --causal
-      dilated attention with grouped heads
   attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
       13 x 13 neighborhoods on grids of about 1024, 2048, .. 65536 tokens
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
@@ -114,7 +112,7 @@ def _measured(args: argparse.Namespace, problems: list[Problem], ranks: int, fou
         "budget_s": _budget(args, len(problems)),
         "force": args.force,
         "report": lambda _, explanation: found.append(explanation),
-        "weights": None if args.record is None else [args.weights[problem] for problem in problems],
+        "weights": getattr(args, "weights", None),
     }
     if ranks == 1:
         profile(problems, **how)
@@ -188,7 +186,7 @@ def _at_lengths(args: argparse.Namespace) -> list[Problem]:
 
 
 def _recorded(args: argparse.Namespace) -> list[Problem]:
-    """The recorded problems, those first that took most time; `args.weights` then has that of each."""
+    """The recorded problems; `args.weights` then has the time that each took."""
     from attn_dispatch.machine.devices import resolve
     from attn_dispatch.profiling import weights_of_uses
     from attn_dispatch.store.problem_files import read_record
@@ -199,13 +197,14 @@ def _recorded(args: argparse.Namespace) -> list[Problem]:
         raise InvalidInput(f"--from {args.record}: cannot be read ({error})") from error
     if not uses:
         raise InvalidInput(f"--from {args.record}: contains no problem")
-    args.weights = dict(zip(uses, weights_of_uses(uses)))
-    return sorted(uses, key=lambda problem: -args.weights[problem])
+    args.weights = weights_of_uses(uses)
+    return list(uses)
 
 
 def _budget(args: argparse.Namespace, count: int) -> float | None:
     if args.budget is not None or args.full:
-        return None if args.budget is None else float(args.budget)
+        budget: float | None = args.budget
+        return budget
     if args.standard:
         return STANDARD_S
     if args.quick and args.record is None and not options.given(args):
@@ -221,19 +220,11 @@ def _seconds(text: str) -> float:
 
 
 def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:
-    """The stored series of these problems' families: of these lengths, and of those measured before."""
-    families, store = set(map(_family, problems)), Store(settings.cache_folder())
-    groups = dict.fromkeys((silicon, group) for silicon, group, _ in families)
-    found = all_series(decision for address in groups for decision in store.group(*address))
-    return [each for each in found if (each.silicon, each.group, family_title(each.family)) in families]
-
-
-def _family(problem: Problem) -> tuple[str, str, str]:
+    """The stored series of these problems' devices: of these lengths, and of those measured before."""
     from attn_dispatch.machine.hardware import silicon
-    from attn_dispatch.spec.groups import group_of
 
-    plain = problem.to_dict()
-    return silicon(problem.device), group_of(plain), family_title(family_of(plain))
+    here = {silicon(problem.device) for problem in problems}
+    return all_series(each for _, each in Store(settings.cache_folder()).all() if each.silicon in here)
 
 
 def _print(
@@ -255,26 +246,22 @@ def _print(
 
 
 def _print_winners(found: Sequence[Explanation]) -> None:
-    """A line for each decision, after what the machine cannot run or the budget did not cover."""
+    """A line for each decision, after what the machine cannot run."""
     for device in dict.fromkeys(explanation.device for explanation in found):
         here = [explanation for explanation in found if explanation.device == device]
         print(printable(f"device    {device}"), "", *_left_out(here), *winners(here).lines(), "", sep="\n")
     for explanation in found:
         if explanation.choice is None:
-            print(*no_backend(explanation), "", sep="\n")
+            print(explanation, end="\n\n")
 
 
 def _left_out(explanations: Sequence[Explanation]) -> list[str]:
-    """Once: which backends are not for this machine, and which need more time than there was."""
+    """Once: which backends are not for this machine."""
     refused = refused_by_all(explanations)
     elsewhere = [name for name, reason in refused.items() if needs_cuda(reason)]
     lines = [f"  {name}: {reason}" for name, reason in refused.items() if name not in elsewhere]
     lines = [folded(printable(line)) for line in [*lines, *(f"  {line}" for line in cuda_only(elsewhere))]]
-    found = ["not for this machine or these problems:", *lines, ""] if lines else []
-    if longer := left_for_full(explanations):
-        names = ", ".join(f"{name} ({count})" for name, count in longer.items())
-        found += [folded(f"not measured in this time, by number of problems; --full does: {names}"), ""]
-    return found
+    return ["not for this machine or these problems:", *lines, ""] if lines else []
 
 
 def _summary(explanations: Sequence[Explanation], unstored: str) -> str:

@@ -8,10 +8,10 @@
   const [container, select] = [find("plot"), find("series")];
   const view = new vega.View(vega.parse(spec), { renderer: "svg", container, logLevel: vega.error });
   const draw = () => {
-    const [points, marks] = all[select.value];
+    const points = all[select.value];
     document.querySelectorAll(".notes").forEach((each, at) => { each.hidden = at !== Number(select.value); });
     const names = [...new Set(points.map((point) => point.name))];
-    view.data("points", points).data("marks", marks).signal("names", names).width(container.clientWidth - 75).runAsync();
+    view.data("points", points).signal("names", names).width(container.clientWidth - 75).runAsync();
   };
   select.addEventListener("input", draw);
   addEventListener("resize", draw);

@@ -32,8 +32,8 @@ DETAILED = 500  #: decisions, the newest ones, whose candidates the page holds
 SDPA = "SDPA is PyTorch's scaled_dot_product_attention, with a dense mask where the pattern needs one: the faster one."
 AXES = (
     "Bands and bars are 95 % intervals of the median; of ratios to SDPA, the paired 99 % interval where one of the two "
-    "was chosen, else the extreme ratios. Orders other than the natural one are dashed. Dotted: the fastest "
-    "candidate changes. Both axes are logarithmic; 1k is 1,024. A click on a name fades the others."
+    "was chosen, else the extreme ratios. Orders other than the natural one are dashed. Both axes are logarithmic; 1k "
+    "is 1,024. A click on a name fades the others."
 )
 LICENCE = (
     "Plots: Vega, copyright 2015-2023 University of Washington Interactive Data Lab, under the BSD 3-Clause licence."
@@ -41,12 +41,11 @@ LICENCE = (
 
 
 class Drawn(NamedTuple):
-    """What plots show at a time: points and marks as `plots.compiled` has them, and the notes beside them."""
+    """What plots show at a time: points as `plots.compiled` has them, and the notes beside them."""
 
     silicon: str
     title: str
     points: list[dict[str, Any]]
-    marks: list[dict[str, Any]]
     notes: Html
 
 
@@ -69,7 +68,7 @@ def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, ve
     drawn = list(map(_series, all_series(shown)))
     data: dict[str, Any] | None = None
     if drawn:
-        data = {"spec": plots.compiled(_looks(shown)), "all": [[each.points, each.marks] for each in drawn]}
+        data = {"spec": plots.compiled(_looks(shown)), "all": [each.points for each in drawn]}
     orders = [(each, threshold_of(each)) for each in sorted(speedups.all_series(shown), key=thresholds.sort_key)]
     sections = {
         "Summary": _summary(shown, len(report["quarantines"]) + len(report["strikes"])),
@@ -187,9 +186,8 @@ def _looks(decisions: Sequence[Decision]) -> list[Look]:
 
 def _series(series: Series) -> Drawn:
     """Times, gains and memory against length, and where the fastest candidate changes."""
-    marks = [{"tokens": each.tokens, "text": f"to {titled(*each.last.row.id)}"} for each in series.crossings]
     notes = join([*(element("p", note) for note in series.notes), table(series.numbers)])
-    return Drawn(series.silicon, series.title, list(map(_point, series.points)), marks, notes)
+    return Drawn(series.silicon, series.title, list(map(_point, series.points)), notes)
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -223,7 +221,6 @@ def _document(sections: Mapping[str, Html], data: Mapping[str, Any] | None, abou
         element("section", element("h2", title), sections[title], id=name, aria_label=title)
         for title, name in names.items()
     ]
-    themes = [element("option", name, value=name.partition(" ")[0]) for name in ("system theme", "light", "dark")]
     # Only scripts with the nonce run, and nothing is loaded, whatever a name in the store holds. Vega compiles its
     # expressions.
     nonce = secrets.token_urlsafe(16)
@@ -236,12 +233,10 @@ def _document(sections: Mapping[str, Html], data: Mapping[str, Any] | None, abou
         element("link", rel="icon", href="data:,"),
         element("style", Html(_text("page.css"))),
     ]
-    title = element("div", element("h1", "attn-dispatch report"), element("p", about))
     parts = [
-        element("a", "Skip to the content", href="#content", class_="skip"),
-        element("header", title, element("select", *themes, id="theme", aria_label="Theme")),
+        element("header", element("h1", "attn-dispatch report"), element("p", about)),
         element("nav", element("ul", *links), aria_label="sections"),
-        element("main", *body, id="content"),
+        element("main", *body),
     ]
     if data is not None:
         parts += [element("footer", element("p", LICENCE))]

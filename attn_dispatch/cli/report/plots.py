@@ -28,15 +28,6 @@ X = {
     "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
     "axis": {"labelExpr": TOKENS, "title": "tokens", "grid": False, "labelOverlap": "greedy"},
 }
-#: Lengths with a text, as vertical rules.
-MARKS: list[dict[str, Any]] = [
-    {"data": {"name": "marks"}, "mark": {"type": "rule", "strokeDash": [2, 3], "color": SOFT}, "encoding": {"x": X}},
-    {
-        "data": {"name": "marks"},
-        "mark": {"type": "text", "baseline": "bottom", "dy": -3, "color": SOFT},
-        "encoding": {"x": X, "y": {"value": 0}, "text": {"field": "text"}},
-    },
-]
 
 
 class Panel(NamedTuple):
@@ -92,8 +83,7 @@ def runtime() -> str:
 def compiled(looks: Sequence[Look]) -> dict[str, Any]:
     """The panels above each other as Vega, on logarithmic axes, with one legend; a click there fades the others.
 
-    The page fills in the data `points` (name, tokens, the panels' fields, a text) and `marks` (tokens with a text),
-    and the signal `names`: those of the points.
+    The page fills in the data `points` (name, tokens, the panels' fields, a text) and the signal `names`, theirs.
     """
     found: dict[str, Any] = library().vegalite_to_vega({
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -141,7 +131,6 @@ def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, 
         layers.append({"data": {"values": [{}]}, "mark": rule, "encoding": {"y": _y(panel, datum=panel.reference)}})
     if is_first:
         layers[0]["params"] = [{"name": "picked", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}]
-        layers += MARKS
     return {"title": panel.title, "width": 600, "height": 240, "layer": layers}
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from attn_dispatch.cli.tables import Table, compact, gain_over, plain_of
+from attn_dispatch.cli.tables import KEY_DIGITS, Table, compact, gain_over, plain_of
 from attn_dispatch.kernels.registry import BUILT_IN
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import Bounds, family_of
@@ -21,9 +20,6 @@ from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import milliseconds, titled
 
 LENGTHS = ("q_len", "k_len", "pattern")  #: fields of a problem that a series does not share, or only in part
-_SHAPE = re.compile(r"^\[(\d+), \d+, ")
-_KEYS = re.compile(r"k, v \[\d+, ")
-_GRID = re.compile(r"grid=\([\d, ]*\)")
 
 
 class Point(NamedTuple):
@@ -49,11 +45,6 @@ class Crossing(NamedTuple):
 
     first: Point
     last: Point
-
-    @property
-    def tokens(self) -> float:
-        """The middle between them on a logarithmic axis."""
-        return math.sqrt(self.first.tokens * self.last.tokens)
 
     def __str__(self) -> str:
         change = f"{titled(*self.first.row.id)} to {titled(*self.last.row.id)}"
@@ -117,16 +108,12 @@ def all_series(decisions: Sequence[Decision]) -> list[Series]:
     for decision in decisions:
         if _tokens(decision.problem) and any(map(is_timed, decision.candidates)):
             groups[decision.silicon, _shared(decision.problem)].append(decision)
-    named: defaultdict[tuple[str, str], list[tuple[str, list[Decision]]]] = defaultdict(list)
-    for (silicon, shared), members in groups.items():
-        for each in _by_segments(members):
-            longest = max(each, key=lambda decision: _tokens(decision.problem))
-            named[silicon, _title(longest)].append((shared, each))
-    found = [
-        Series(title + _differing(shared, [other for other, _ in alike]), silicon, [*chain(*map(_points, members))])
-        for (silicon, title), alike in named.items()
-        for shared, members in alike
-    ]
+    found = []
+    for (silicon, _), members in groups.items():
+        for alike in _by_segments(members):
+            longest = max(alike, key=lambda decision: _tokens(decision.problem))
+            title = f"up to {compact(longest.title)}, key {longest.key[:KEY_DIGITS]}"
+            found.append(Series(title, silicon, [point for each in alike for point in _points(each)]))
     return sorted(found, key=lambda each: (-len(each.by_length), -len(each.points), each.silicon, each.title))
 
 
@@ -159,18 +146,3 @@ def _shared(problem: Mapping[str, Any]) -> str:
     if problem.get("q_len") != problem["k_len"]:
         kept["q_len"] = problem.get("q_len")
     return json.dumps(kept, sort_keys=True)
-
-
-def _title(decision: Decision) -> str:
-    """The decision's title with N for its length."""
-    text = _GRID.sub("grid", compact(decision.title))
-    if decision.problem.get("q_len") == decision.problem["k_len"]:
-        text = _SHAPE.sub(r"[\1, N, ", text)
-    return _KEYS.sub("k, v [N, ", text)
-
-
-def _differing(shared: str, others: Sequence[str]) -> str:
-    """The fields in which a series differs from others of its title."""
-    mine, plain = json.loads(shared), list(map(json.loads, others))
-    differing = [name for name in mine if any(other.get(name) != mine[name] for other in plain)]
-    return f" ({', '.join(f'{name} {json.dumps(mine[name])}' for name in differing)})" if differing else ""
