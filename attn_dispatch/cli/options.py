@@ -102,10 +102,11 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
     _check(args)
     import torch  # here, so that usage errors do not wait for torch
 
+    from attn_dispatch.machine.hardware import dtype_advice
     from attn_dispatch.spec.shapes import problem_of
 
     device = device_of(args)
-    names: list[str] = args.dtype or [_default_dtype(device)]
+    names = args.dtype or ["float32" if device.type == "cpu" else dtype_advice(device).dtype]
     found: dict[Problem, None] = {}
     switches = [SWITCH[each or "no"] for each in (args.causal, args.backward)]
     for causal, name, size, backward in product(switches[0], names, _shapes(args), switches[1]):
@@ -146,13 +147,13 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(map(count, text.split(",")))
 
 
-def positive(text: str, what: str = "a number") -> float:
+def positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected {what} > 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
     return value
 
 
@@ -202,12 +203,6 @@ def dtypes(text: str) -> list[str]:
             known = ", ".join(dict.fromkeys(DTYPES.values()))
             raise argparse.ArgumentTypeError(f"expected some of {known} (short: f16, bf16, f32, f64), got {name!r}")
     return names
-
-
-def _default_dtype(device: torch.device) -> str:
-    from attn_dispatch.machine.hardware import dtype_advice
-
-    return "float32" if device.type == "cpu" else dtype_advice(device).dtype
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,22 @@ def run(folder: Path, as_json: bool) -> int:
     return 0
 
 
-def lines(found: Sequence[SpeedupSeries]) -> list[str]:
+def lines(found: Iterable[SpeedupSeries]) -> list[str]:
     """A table for each silicon."""
-    if not found:
-        return [NOTHING]
     printed: list[str] = []
-    for silicon, members in groupby(sorted(found, key=sort_key), key=lambda series: series.silicon):
-        pairs = [(series, threshold_of(series)) for series in members]
-        printed += [f"silicon   {silicon}", "", *table(pairs).lines(), ""]
-    return [*printed, *EXPLAINED]
+    for silicon, members in groupby(paired(found), key=lambda pair: pair[0].silicon):
+        printed += [f"silicon   {silicon}", "", *table(list(members)).lines(), ""]
+    return [*printed, *EXPLAINED] if printed else [NOTHING]
+
+
+def paired(found: Iterable[SpeedupSeries]) -> list[tuple[SpeedupSeries, Threshold | None]]:
+    """Each series with its threshold, by silicon, then pattern."""
+
+    def place(series: SpeedupSeries) -> tuple[str, str, int, list[str], str]:
+        head_dim = series.problem.get("head_dim") or 0
+        return series.silicon, family_title(series.family), head_dim, _name(series), series.group
+
+    return [(each, threshold_of(each)) for each in sorted(found, key=place)]
 
 
 def table(pairs: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Table:
@@ -53,36 +60,28 @@ def table(pairs: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Table:
     return Table(HEAD, [_cells(*pair) for pair in pairs], LEFT, caption, NOTHING)
 
 
-def to_dicts(found: Sequence[SpeedupSeries]) -> list[dict[str, Any]]:
-    """Plain values for JSON; lengths in tokens."""
-    return [_to_dict(series, threshold_of(series)) for series in sorted(found, key=sort_key)]
-
-
-def sort_key(series: SpeedupSeries) -> tuple[str, str, int, list[str], str]:
-    """By silicon, then pattern."""
-    head_dim = series.problem.get("head_dim")
-    return series.silicon, family_title(series.family), head_dim or 0, _name(series), series.group
-
-
 def _name(series: SpeedupSeries) -> list[str]:
     problem = series.problem
     what = (str(problem.get("dtype")), str(problem.get("head_dim")), _direction(series))
     return [family_title(series.family), *what, series.order]
 
 
+def to_dicts(found: Iterable[SpeedupSeries]) -> list[dict[str, Any]]:
+    """Plain values for JSON; lengths in tokens."""
+    return [_to_dict(*pair) for pair in paired(found)]
+
+
 def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
-    lengths, problem = by_length(series.speedups), series.problem
-    found = {name: getattr(threshold, name, None) for name in ("tokens", "low", "high")}
+    lengths, found = by_length(series.speedups), {name: series.problem.get(name) for name in ("dtype", "head_dim")}
     return {
         "silicon": series.silicon,
         "group": series.group,
         "pattern": series.family,
-        "dtype": problem.get("dtype"),
-        "head_dim": problem.get("head_dim"),
+        **found,
         "direction": _direction(series),
         "order": series.order,
         "verdict": "unknown" if threshold is None else "never" if threshold.tokens is None else "above",
-        **found,
+        **{name: getattr(threshold, name, None) for name in ("tokens", "low", "high")},
         "measured_to": lengths[-1].tokens if lengths else None,
         "points": [
             {"tokens": each.tokens, "gain": each.factor, "low": each.low, "high": each.high, "key": each.key}
@@ -116,15 +115,10 @@ def _direction(series: SpeedupSeries) -> str:
     held = {
         "seq_lens": problem.get("has_seq_lens"),
         "key_mask": problem.get("has_key_mask"),
-        "dropout": _is_above(problem.get("dropout_p"), 0),
-        f"ranks {problem.get('ranks')}": _is_above(problem.get("ranks"), 1),
+        "dropout": problem.get("dropout_p"),
+        f"ranks {problem.get('ranks')}": problem.get("ranks") not in (None, 1),
     }
     return " ".join(["forward + backward" if problem.get("needs_grad") else "forward", *where_true(held)])
-
-
-def _is_above(value: object, least: int) -> bool:
-    """Whether a stored value, which may be of any type, is a number above another."""
-    return isinstance(value, int | float) and value > least
 
 
 def ratio_text(low: float, middle: float, high: float) -> str:

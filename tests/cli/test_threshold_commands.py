@@ -12,12 +12,11 @@ import pytest
 
 from attn_dispatch import profiling
 from attn_dispatch.cli import main
-from attn_dispatch.cli import options as shapes
 from attn_dispatch.cli.thresholds import threshold_text
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.thresholds import Threshold
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.spec.pattern import Dilated, Neighborhood
+from attn_dispatch.spec.pattern import Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
@@ -141,28 +140,9 @@ def test_a_grid_is_scaled_to_lengths() -> None:
     assert all(abs(math.log2(each.q_len / n)) < 0.1 for each, n in zip(found, (1024 << i for i in range(7))))
 
 
-@pytest.mark.parametrize(
-    ("grid", "tokens", "expected"),
-    [
-        ((64, 64), 4096, (64, 64)),
-        ((16, 64), 4096, (32, 128)),
-        ((8, 64, 64), 4096, (4, 32, 32)),
-        ((100,), 7, (7,)),
-        ((1, 64), 1, (1, 8)),
-    ],
-)
-def test_a_scaled_grid_has_the_same_proportions(grid: tuple[int, ...], tokens: int, expected: tuple[int, ...]) -> None:
-    assert shapes.scaled(grid, tokens) == expected
-
-
 def test_a_window_that_a_small_grid_clips_is_whole_in_a_large_one() -> None:
     found = problems("--grid", "4,4", "--window", "13", "--lengths", "16,1024")
     assert [each.pattern for each in found] == [Neighborhood((4, 4), (7, 7)), Neighborhood((32, 32), (13, 13))]
-
-
-def test_lengths_without_a_grid_are_as_before() -> None:
-    found = problems("--segments", "64,128", "--dilations", "1,2", "--lengths", "256:1k")
-    assert [(each.q_len, each.pattern) for each in found] == [(n, Dilated((64, 128), (1, 2))) for n in (256, 512, 1024)]
 
 
 @pytest.fixture
@@ -207,13 +187,6 @@ def test_profile_prints_json_for_default_lengths(profiled: list[Problem], capsys
     assert series["verdict"] == "above"
     assert abs(math.log2(series["tokens"] / 2000)) < 1
     assert len(printed["decisions"]) == 7
-
-
-def test_profile_prints_thresholds_only_with_the_option(
-    profiled: list[Problem], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [each for each in ARGUMENTS if each != "--thresholds"]
-    assert "thresholds" not in json.loads(output(capsys, *arguments, "--lengths", "1k,2k", "--json"))
 
 
 @pytest.mark.parametrize(

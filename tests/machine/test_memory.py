@@ -7,11 +7,12 @@ import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from attn_dispatch.machine import hardware, memory
+from attn_dispatch.machine import memory
 from attn_dispatch.tuning.guard import capped
 from tests.support.fakes import (
     GIB,
@@ -91,13 +92,6 @@ def test_address_space_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert memory.address_space_left() is None
 
 
-@pytest.mark.usefixtures("roomy")
-def test_available_bytes_is_not_cached(tmp_path: Path) -> None:
-    for free in (1, 2):
-        write(tmp_path / "meminfo", meminfo(2, free))
-        assert memory._host_available(tmp_path, tmp_path) == free << 10
-
-
 def meminfo(total: object, available: object) -> str:
     return f"MemTotal: {total} kB\nMemFree:        7 kB\nMemAvailable:    {available} kB\nHugePages_Total: 0"
 
@@ -123,11 +117,6 @@ def test_host_memory_is_that_of_psutil(tmp_path: Path, monkeypatch: pytest.Monke
 def test_psutil_is_used_if_the_file_lacks_the_numbers(tmp_path: Path, text: str) -> None:
     write(tmp_path / "meminfo", text)
     assert memory.host_memory(tmp_path) == (128 * GIB, 100 * GIB)
-
-
-def test_cpu_memory_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was called"))
-    assert memory.available_bytes("cpu")
 
 
 # --- CUDA memory ------------------------------------------------------------------------------------------------------
@@ -167,37 +156,27 @@ def test_an_error_of_the_device_is_no_pluggable_allocator(monkeypatch: pytest.Mo
         memory.available_bytes("cuda:0")
 
 
-def test_nvml_reads_the_right_one_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, GTX1080, H100)
-    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"mig_mode": 0, "free": 70}, "GPU-bbbb-2": {"free": 7}})
+@pytest.mark.parametrize(
+    ("devices", "boards", "free"),
+    [
+        ((GTX1080, H100), {"GPU-aaaa-1": {"mig_mode": 0, "free": 70}, "GPU-bbbb-2": {"free": 7}}, [7, 70]),
+        ((SLICE,), {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True, "free": 4 * GIB}}, [4 * GIB]),
+        ((SLICE,), {"GPU-cccc-3": {"mig_mode": 1, "free": 39 * GIB}}, [None]),  # the parent board's is not the slice's
+    ],
+)
+def test_nvml_reads_the_right_one(devices: Any, boards: Any, free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, *devices)
+    fake_nvml(monkeypatch, boards)
     cuda_memory(monkeypatch, free=None)
-    assert (memory.available_bytes("cuda:0"), memory.available_bytes("cuda:1")) == (7, 70)
-    assert memory.available_bytes("cuda") == 70
-
-
-def test_nvml_reads_the_slice_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, SLICE)
-    fake_nvml(monkeypatch, {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True, "free": 4 * GIB}})
-    cuda_memory(monkeypatch, free=None)
-    assert memory.available_bytes("cuda:0") == 4 * GIB
-
-
-def test_parent_board_memory_is_not_taken_for_the_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, SLICE)
-    fake_nvml(monkeypatch, {"GPU-cccc-3": {"mig_mode": 1, "free": 39 * GIB}})
-    cuda_memory(monkeypatch, free=None)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        memory.available_bytes("cuda:0")
+    for index, expected in enumerate(free):
+        if expected is None:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                memory.available_bytes(f"cuda:{index}")
+        else:
+            assert memory.available_bytes(f"cuda:{index}") == expected
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
-
-
-def test_real_machine() -> None:
-    found = hardware.hardware()
-    assert 0 < memory.available_bytes("cpu") <= found.cpu.total_bytes
-    for gpu in found.gpus:
-        assert 0 < memory.available_bytes(f"cuda:{gpu.index}") <= gpu.total_bytes
 
 
 @pytest.mark.skipif(not SMAPS.exists() or memory.MADV_HUGEPAGE is None, reason="the system tells nothing of its pages")

@@ -53,16 +53,8 @@ def _lift(name: str, *, as_json: bool) -> int:
 
 
 def _lines(report: machine.Report) -> list[str]:
+    excluded = [line for each in machine.exclusions(report) for line in each.lines()]
     hint = [machine.LIFT_HINT] if report["quarantines"] or report["strikes"] else []
-    return [
-        *machine.lines(report),
-        "",
-        *machine.devices(report).lines(),
-        "",
-        *machine.backends(report).lines(),
-        "",
-        *(line for each in machine.exclusions(report) for line in each.lines()),
-        *hint,
-        "",
-        *(f"{name:9} {value}" for name, value in machine.state(report)),
-    ]
+    parts = (machine.lines(report), machine.devices(report).lines(), machine.backends(report).lines(), excluded + hint)
+    state = [f"{name:9} {value}" for name, value in machine.state(report)]
+    return [*(line for part in parts for line in [*part, ""]), *state]

@@ -35,7 +35,7 @@ EXAMPLE = """examples:
   attn-dispatch profile --standard --share FILE
       a profile for all machines of this kind; CONTRIBUTING.md says where to send it
   attn-dispatch profile --from problems.jsonl
-      those that record("problems.jsonl") wrote in a run, most of the budget for those that took most time
+      those that record("problems.jsonl") wrote in a run
 
 Ctrl-C prints the decisions so far; they stay stored."""
 
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     above = "find the length above which another token order is faster"
     add("--thresholds", action="store_true", help=f"{above}: {lengths}")
     budget = "for all problems together; by default 10 s per problem"
-    add("--budget", metavar="SECONDS", type=_seconds, help=budget)
+    add("--budget", metavar="SECONDS", type=options.positive, help=budget)
     add("--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote")
     sharded = "under torchrun: shard each problem's sequence over all ranks, in contiguous or zigzag chunks"
     add("--sharded", choices=KINDS, help=sharded)
@@ -210,10 +210,6 @@ def _budget(args: argparse.Namespace, count: int) -> float | None:
     if args.quick and args.record is None and not options.given(args):
         return QUICK_S
     return count * (QUICK_EACH_S if args.quick else EACH_S)
-
-
-def _seconds(text: str) -> float:
-    return options.positive(text, "a number of seconds")
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@
   const draw = () => {
     const points = all[select.value];
     document.querySelectorAll(".notes").forEach((each, at) => { each.hidden = at !== Number(select.value); });
-    const names = [...new Set(points.map((point) => point.name))];
-    view.data("points", points).signal("names", names).width(container.clientWidth - 75).runAsync();
+    view.data("points", points).width(container.clientWidth - 75).runAsync();
   };
   select.addEventListener("input", draw);
   addEventListener("resize", draw);

@@ -7,7 +7,6 @@ import gzip
 import json
 import secrets
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -15,19 +14,16 @@ from typing import Any, NamedTuple
 from attn_dispatch.cli import machine, thresholds
 from attn_dispatch.cli.report import plots
 from attn_dispatch.cli.report.markup import Html, element, join, table
-from attn_dispatch.cli.report.plots import Look
 from attn_dispatch.cli.report.series import Point, Series, all_series, by_preference
 from attn_dispatch.cli.tables import KEY_DIGITS, PLAIN, Table, chosen_of, compact, decided, gain_over, plain_of
 from attn_dispatch.cli.thresholds import ratio_text
 from attn_dispatch.decisions.explanation import HEAD, LEFT, Explanation
 from attn_dispatch.learning import speedups
 from attn_dispatch.learning.predict import PROBLEM_ERRORS, is_timed
-from attn_dispatch.learning.thresholds import threshold_of
 from attn_dispatch.settings import NO_HOME, NOWHERE
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import gib, milliseconds, one_line, printable, titled
 
-COLOURS = 14  #: in page.css
 DETAILED = 500  #: decisions, the newest ones, whose candidates the page holds
 SDPA = "SDPA is PyTorch's scaled_dot_product_attention, with a dense mask where the pattern needs one: the faster one."
 AXES = (
@@ -43,7 +39,6 @@ LICENCE = (
 class Drawn(NamedTuple):
     """What plots show at a time: points as `plots.compiled` has them, and the notes beside them."""
 
-    silicon: str
     title: str
     points: list[dict[str, Any]]
     notes: Html
@@ -68,10 +63,12 @@ def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, ve
     drawn = list(map(_series, all_series(shown)))
     data: dict[str, Any] | None = None
     if drawn:
-        data = {"spec": plots.compiled(_looks(shown)), "all": [each.points for each in drawn]}
-    orders = [(each, threshold_of(each)) for each in sorted(speedups.all_series(shown), key=thresholds.sort_key)]
+        names = sorted({row.id for each in shown for row in each.candidates if is_timed(row)}, key=by_preference)
+        backends, orders_of = (list(dict.fromkeys(each)) for each in zip(*names))
+        data = {"spec": plots.compiled(backends, orders_of), "all": [each.points for each in drawn]}
+    orders = thresholds.paired(speedups.all_series(shown))
     sections = {
-        "Summary": _summary(shown, len(report["quarantines"]) + len(report["strikes"])),
+        "Summary": _summary(shown),
         "Decisions": join([table(decided(shown)), *map(_detail, shown[:DETAILED])]),
         "Time and memory against length": join([_note(AXES), *_plot(drawn)]),
         "Token orders": join([*map(_note, thresholds.EXPLAINED), table(thresholds.table(orders))]),
@@ -87,17 +84,16 @@ def _showable(decisions: Sequence[Decision]) -> tuple[list[Decision], list[str]]
         try:
             _detail(each)
             json.dumps([_series(series) for series in all_series([each])], allow_nan=False)
+            found.append(each)
         except PROBLEM_ERRORS as error:
             left_out.append(printable(f"key {each.key} of {each.silicon} ({each.title}): {one_line(error)}"))
-        else:
-            found.append(each)
     return found, left_out
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _summary(decisions: Sequence[Decision], excluded: int) -> Html:
+def _summary(decisions: Sequence[Decision]) -> Html:
     """Counts, and the gains over PyTorch's own attention: of times that were sampled more than once."""
     gains = []
     for rows in (each.candidates for each in decisions):
@@ -109,7 +105,6 @@ def _summary(decisions: Sequence[Decision], excluded: int) -> Html:
         ("another backend than SDPA", str(sum(each.choice not in PLAIN for each in decisions))),
         ("provisional", f"{sum(bool(each.provisional) for each in decisions)}; a later process measures them again"),
         ("drifted", f"{sum(each.drift is not None for each in decisions)}; live calls take another time"),
-        ("excluded", f"{excluded} quarantines and strikes"),
     ]
     if gains:
         mean = f"{statistics.geometric_mean(gains):.2f}x, geometric mean of {len(gains):,} with several samples of both"
@@ -158,36 +153,21 @@ def _detail(decision: Decision) -> Html:
 
 
 def _plot(drawn: Sequence[Drawn]) -> list[Html]:
-    """A list to choose from, by silicon, a place for the plots, and the notes of each; nothing for none."""
+    """A list to choose from, a place for the plots, and the notes of each; nothing for none."""
     if not drawn:
         return []
-    options: defaultdict[str, list[Html]] = defaultdict(list)
-    for at, each in enumerate(drawn):
-        options[each.silicon].append(element("option", each.title, value=at))
-    groups = [element("optgroup", *found, label=silicon) for silicon, found in options.items()]
+    options = [element("option", each.title, value=at) for at, each in enumerate(drawn)]
     return [
-        element("label", f"Problems ({len(drawn)})", element("select", *groups, id="series"), class_="chooser"),
+        element("label", f"Problems ({len(drawn)})", element("select", *options, id="series"), class_="chooser"),
         element("div", id="plot", class_="plot", aria_hidden="true"),
         *(element("div", each.notes, class_="notes", hidden=at > 0) for at, each in enumerate(drawn)),
     ]
 
 
-def _looks(decisions: Sequence[Decision]) -> list[Look]:
-    """The look of every timed candidate: a colour and a shape for each backend, a dash for each order."""
-    names = sorted({row.id for each in decisions for row in each.candidates if is_timed(row)}, key=by_preference)
-    backends = list(dict.fromkeys(backend for backend, _ in names))
-    found = []
-    for backend, order in names:
-        at, dash = backends.index(backend), plots.DASHES.get(order, plots.DASHED[0])
-        shape = plots.SHAPES[at % len(plots.SHAPES)]
-        found.append(Look(titled(backend, order), f"var(--c{at % COLOURS})", shape, dash))
-    return found
-
-
 def _series(series: Series) -> Drawn:
     """Times, gains and memory against length, and where the fastest candidate changes."""
     notes = join([*(element("p", note) for note in series.notes), table(series.numbers)])
-    return Drawn(series.silicon, series.title, list(map(_point, series.points)), notes)
+    return Drawn(f"{series.title}, {series.silicon}", list(map(_point, series.points)), notes)
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -195,7 +175,8 @@ def _point(point: Point) -> dict[str, Any]:
     low, high = row.low_ms or point.ms, row.high_ms or point.ms
     interval = point.remark or f" ({milliseconds(low)} - {milliseconds(high)})"
     text = f"{name}, {point.tokens:,} tokens\n{milliseconds(point.ms)}{interval}"
-    found = {"name": name, "tokens": point.tokens, **_bounds("ms", (low, point.ms, high))}
+    where = {"name": name, "backend": row.backend, "order": row.order, "tokens": point.tokens}
+    found = {**where, **_bounds("ms", (low, point.ms, high))}
     if point.gain is not None:
         found |= _bounds("gain", point.gain)
         text += f"\nvs SDPA {ratio_text(*point.gain)}"

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import cycle
 from typing import Any, NamedTuple
 
 from attn_dispatch.errors import AttnDispatchError
-from attn_dispatch.spec.orders import EXCHANGES, NATURAL, ORDERS
 
-SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 SOFT, LINE = "var(--soft)", "var(--line)"  #: colours of page.css: plots follow the theme without being drawn anew
-DASHED = ([7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [12, 3], [5, 2, 1, 2], [1, 4], [9, 2, 2, 2, 2, 2], [3, 6])
-#: Solid in natural order, another one in each other order.
-DASHES = {NATURAL: [1, 0], **dict(zip((each for each in (*ORDERS, *EXCHANGES) if each != NATURAL), cycle(DASHED)))}
 TOKENS = "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
 MS = "format(datum.value / 1000, '.3~s') + 's'"
 BYTES = (
@@ -48,15 +42,6 @@ PANELS = (
 )
 
 
-class Look(NamedTuple):
-    """How a candidate is drawn."""
-
-    name: str
-    colour: str
-    shape: str
-    dash: Sequence[int]
-
-
 def library() -> Any:
     """vl-convert, which is loaded for this command only.
 
@@ -66,9 +51,8 @@ def library() -> Any:
     try:
         return import_module("vl_convert")
     except ImportError as error:
-        raise AttnDispatchError(
-            f'the plots need vl-convert-python: pip install "attn-dispatch[report]" ({error})'
-        ) from error
+        install = 'pip install "attn-dispatch[report]"'
+        raise AttnDispatchError(f"the plots need vl-convert-python: {install} ({error})") from error
 
 
 def runtime() -> str:
@@ -80,48 +64,49 @@ def runtime() -> str:
     return found
 
 
-def compiled(looks: Sequence[Look]) -> dict[str, Any]:
-    """The panels above each other as Vega, on logarithmic axes, with one legend; a click there fades the others.
+def compiled(backends: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
+    """The panels above each other as Vega, on logarithmic axes, with legends; a click there fades the other backends.
 
-    The page fills in the data `points` (name, tokens, the panels' fields, a text) and the signal `names`, theirs.
+    The page fills in the data `points`: name, backend, order, tokens, the panels' fields, and a text.
+
+    Args:
+        backends, orders: of all points, the natural order first: each has a colour and a shape, or a dash.
     """
+    scales = {"color": backends, "shape": backends, "strokeDash": orders}
+    names = {"color": "backend", "shape": "backend", "strokeDash": "order"}
+    looks = {
+        channel: {"field": names[channel], "type": "nominal", "title": None, "scale": {"domain": list(domain)}}
+        for channel, domain in scales.items()
+    }
+    config = {
+        "view": {"stroke": None},
+        "axis": {"labelColor": SOFT, "titleColor": SOFT, "tickColor": LINE, "domainColor": LINE, "gridColor": LINE},
+        "title": {"color": SOFT, "anchor": "start", "fontWeight": "normal"},
+        "legend": {"labelColor": "var(--ink)", "labelLimit": 300, "symbolSize": 110, "orient": "bottom", "columns": 6},
+        "range": {"category": {"scheme": "tableau20"}},
+    }
     found: dict[str, Any] = library().vegalite_to_vega({
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "background": None,
-        "params": [{"name": "names", "value": []}],
         "data": {"name": "points"},
         "vconcat": [_panel(each, looks, is_first=each is PANELS[0]) for each in PANELS],
-        "config": {
-            "view": {"stroke": None},
-            "axis": {"labelColor": SOFT, "titleColor": SOFT, "tickColor": LINE, "domainColor": LINE, "gridColor": LINE},
-            "title": {"color": SOFT, "anchor": "start", "fontWeight": "normal"},
-            "legend": {"labelColor": "var(--ink)", "labelLimit": 300, "symbolSize": 110},
-        },
+        "config": config,
     })  # fmt: skip
     return found
 
 
-def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, Any]:
-    def by_name(part: str, **more: Any) -> dict[str, Any]:
-        scale = {"domain": [each.name for each in looks], "range": [getattr(each, part) for each in looks]}
-        return {"field": "name", "type": "nominal", "scale": scale, "title": None, **more}
-
-    legend = {"orient": "bottom", "values": {"expr": "names"}, "columns": {"expr": "max(1, floor(width / 150))"}}
-    colour, shape, dash = (by_name(part, legend=legend) for part in ("colour", "shape", "dash"))
-    value = _y(panel, panel.field)
-    span = {"y": _y(panel, f"{panel.field}_low"), "y2": {"field": f"{panel.field}_high"}, "color": colour}
-    spans: list[dict[str, Any]] = [
-        {"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": span},
-        {"mark": "rule", "encoding": span},
-    ]
+def _panel(panel: Panel, looks: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+    value, colour = _y(panel, panel.field), {"color": looks["color"]}
+    span = {"y": _y(panel, f"{panel.field}_low"), "y2": {"field": f"{panel.field}_high"}, **colour}
+    line = {"y": value, **colour, "strokeDash": looks["strokeDash"]}
+    point = {"y": value, **colour, "shape": looks["shape"], "tooltip": {"field": "text", "type": "nominal"}}
     layers: list[dict[str, Any]] = [
-        *(spans if panel.has_interval else []),
-        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": value, "color": colour, "strokeDash": dash}},
-        {
-            "mark": {"type": "point", "filled": True, "size": 70},
-            "encoding": {"y": value, "color": colour, "shape": shape, "tooltip": {"field": "text", "type": "nominal"}},
-        },
+        {"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": {**span, "detail": {"field": "order"}}},
+        {"mark": "rule", "encoding": span},
+        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": line},
+        {"mark": {"type": "point", "filled": True, "size": 70}, "encoding": point},
     ]
+    layers = layers if panel.has_interval else layers[2:]
     for layer in layers:
         fade = {"condition": {"param": "picked", "value": 1}, "value": 0.08}
         layer["encoding"] = {"x": X, "opacity": fade, **layer["encoding"]}
@@ -130,7 +115,7 @@ def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, 
         rule = {"type": "rule", "strokeDash": [4, 4], "color": SOFT}
         layers.append({"data": {"values": [{}]}, "mark": rule, "encoding": {"y": _y(panel, datum=panel.reference)}})
     if is_first:
-        layers[0]["params"] = [{"name": "picked", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}]
+        layers[0]["params"] = [{"name": "picked", "select": {"type": "point", "fields": ["backend"]}, "bind": "legend"}]
     return {"title": panel.title, "width": 600, "height": 240, "layer": layers}
 
 

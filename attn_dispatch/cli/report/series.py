@@ -40,17 +40,6 @@ class Point(NamedTuple):
         return ", 1 sample" if self.row.rounds == 1 else ""
 
 
-class Crossing(NamedTuple):
-    """Two neighbouring lengths, sampled more than once, between which the fastest candidate changes."""
-
-    first: Point
-    last: Point
-
-    def __str__(self) -> str:
-        change = f"{titled(*self.first.row.id)} to {titled(*self.last.row.id)}"
-        return f"{change} between {self.first.tokens:,} and {self.last.tokens:,} tokens"
-
-
 @dataclass(frozen=True)
 class Series:
     """The points of problems that share all but the length, on one silicon."""
@@ -68,16 +57,15 @@ class Series:
         return dict(found)
 
     @property
-    def crossings(self) -> list[Crossing]:
-        """Sorted by length."""
+    def notes(self) -> list[str]:
+        """Where the fastest candidate changes: between neighbouring lengths at which it was sampled more than once."""
         fastest = (next(iter(points.values())) for points in self.by_length.values())
         known = [point for point in fastest if not point.remark]
-        return [Crossing(one, two) for one, two in pairwise(known) if one.row.id != two.row.id]
-
-    @property
-    def notes(self) -> list[str]:
-        """Where the fastest candidate changes."""
-        return [f"Fastest: {each}." for each in self.crossings]
+        changes = ((one, two) for one, two in pairwise(known) if one.row.id != two.row.id)
+        return [
+            f"Fastest: {titled(*a.row.id)} to {titled(*b.row.id)} between {a.tokens:,} and {b.tokens:,} tokens."
+            for a, b in changes
+        ]
 
     @property
     def numbers(self) -> Table:
