@@ -149,15 +149,12 @@ def _measured(attempt: Attempt, backend: Backend) -> dict[str, Any]:
 def _example(problem: Problem) -> Example:
     """Random tensors, drawn in place: `example.make` needs float32 copies."""
 
-    def drawn(length: int, heads: int) -> torch.Tensor:
+    def drawn(length: int, heads: int, grad: bool = problem.needs_grad) -> torch.Tensor:
         shape = problem.batch, length, heads, problem.head_dim
-        return torch.empty(shape, dtype=problem.dtype, device=problem.device).normal_()
+        return torch.empty(shape, dtype=problem.dtype, device=problem.device).normal_().requires_grad_(grad)
 
     q, k, v = (drawn(problem.q_len, problem.heads), *(drawn(problem.k_len, problem.kv_heads) for _ in range(2)))
-    if not problem.needs_grad:
-        return Example(problem, q, k, v, None, {})
-    grad = drawn(problem.q_len, problem.heads)
-    return Example(problem, q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad, {})
+    return Example(problem, q, k, v, drawn(*q.shape[1:3], grad=False) if problem.needs_grad else None, {})
 
 
 def _limited(device: torch.device, room: int) -> bool:

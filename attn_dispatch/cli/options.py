@@ -55,18 +55,11 @@ def add_options(parser: argparse.ArgumentParser, about: str = "") -> None:
     doubling = "lengths from A, doubling, up to B, or a list A,B,..; in place of the N of each shape, or of 1,N,8,64"
     scales = "with --grid, it is scaled to about so many tokens"
     add("--lengths", metavar="A:B", type=lengths, help=f"{doubling}; {scales}")
-    add_patterns(add)
-    switch: dict[str, Any] = {"nargs": "?", "const": "yes", "choices": tuple(SWITCH)}
-    add("--causal", **switch, help="mask the keys after each query; 'both': with and without")
-    names = "float16, bfloat16, float32, float64, or f16, bf16, f32, f64"
-    usual = "by default float32 on a CPU, else what 'attn-dispatch doctor' advises"
-    add("--dtype", metavar="T,..", type=dtypes, help=f"{names}; {usual}")
-    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
-    add("--backward", **switch, help="time forward and backward together; 'both': with and without")
+    add_others(add)
 
 
-def add_patterns(add: Callable[..., object]) -> None:
-    """Add the options that describe a pattern, by a parser's `add_argument`."""
+def add_others(add: Callable[..., object]) -> None:
+    """Add the options that describe all but shapes, by a parser's `add_argument`."""
     add("--segments", metavar="W,..", type=counts, help="dilated attention: tokens per segment of each branch")
     add("--dilations", metavar="R,..", type=counts, help="dilated attention: dilation rate of each branch")
     grid = "neighborhood attention: tokens per axis, 1 to 3 axes; sets the length"
@@ -79,6 +72,13 @@ def add_patterns(add: Callable[..., object]) -> None:
     add("--edges", choices=("clip", "shift"), help=edges)
     stride = "with --edges shift: consecutive queries that share one window, one number or one per axis"
     add("--stride", metavar="S,..", type=counts, help=stride)
+    switch: dict[str, Any] = {"nargs": "?", "const": "yes", "choices": tuple(SWITCH)}
+    add("--causal", **switch, help="mask the keys after each query; 'both': with and without")
+    names = "float16, bfloat16, float32, float64, or f16, bf16, f32, f64"
+    usual = "by default float32 on a CPU, else what 'attn-dispatch doctor' advises"
+    add("--dtype", metavar="T,..", type=dtypes, help=f"{names}; {usual}")
+    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
+    add("--backward", **switch, help="forward and backward together; 'both': with and without")
 
 
 def given(args: argparse.Namespace) -> list[str]:

@@ -45,10 +45,10 @@ def _table(groups: Iterable[GroupRegret]) -> list[str]:
 
 
 def _cells(group: GroupRegret) -> list[str]:
-    start = [group.title, str(group.count), str(group.unpredicted)]
-    mean, p95, worst, confidence = group.mean, group.p95, group.worst, group.confidence
-    if mean is None or p95 is None or worst is None or confidence is None:
+    start, worst = [group.title, str(group.count), str(group.unpredicted)], group.worst
+    if worst is None:
         return [*start, *"-" * 6]
     where = worst.key[:KEY_DIGITS] if worst.regret > 0 else "-"
-    shares = [f"{100 * value:.1f} %" for value in (mean, p95, worst.regret)]
-    return [*start, *shares, where, f"{100 * group.hits / group.count:.0f} %", f"{100 * confidence:.0f} %"]
+    shares = [f"{100 * (value or 0):.1f} %" for value in (group.mean, group.p95, worst.regret)]
+    right = [f"{100 * value:.0f} %" for value in (group.hits / group.count, group.confidence or 0)]
+    return [*start, *shares, where, *right]

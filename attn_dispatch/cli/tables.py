@@ -100,13 +100,11 @@ def gain_over(plain: Row | None, row: Row) -> Bounds | None:
 
 def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
     """The candidates that can run none of the problems, with the reasons common to all their refusals."""
-    reasons: dict[str, list[list[str]]] = {}
-    for each in (row for explanation in explanations for row in explanation.candidates if row.status in REFUSED):
-        reasons.setdefault(titled(*each.id), []).append(each.reason.split("; "))
+    refused = ([row for row in each.candidates if row.status in REFUSED] for each in explanations)
+    first, *others = [{titled(*row.id): row.reason.split("; ") for row in rows} for rows in refused]
     shared = {
-        name: "; ".join(part for part in found[0] if all(part in other for other in found))
-        for name, found in reasons.items()
-        if len(found) == len(explanations)
+        name: "; ".join(part for part in parts if all(part in each.get(name, ()) for each in others))
+        for name, parts in first.items()
     }
     return {name: text for name, text in shared.items() if text}
 

@@ -117,10 +117,7 @@ def test_a_length_that_would_take_too_long_is_not_tried(processes: Any) -> None:
     assert "by estimate, not tried: would take 20.2 s" in found.stopped_by.reason
 
 
-@pytest.mark.parametrize(
-    ("backend", "lengths", "status"),
-    [("sdpa", [1024, 512], "died"), ("flash", [], "refused")],
-)
+@pytest.mark.parametrize(("backend", "lengths", "status"), [("sdpa", [1024, 512], "died"), ("flash", [], "refused")])
 def test_a_backend_that_always_fails_is_left(backend: str, lengths: list[int], status: str, processes: Any) -> None:
     tried, found = processes(died), search(backend=backend)
     assert [each.problem.q_len for each in tried] == lengths

@@ -219,15 +219,14 @@ def test_odd_decisions_are_shown(decisions: list[Decision], folder: Path) -> Non
 
 
 @pytest.mark.usefixtures("_library")
-def test_a_decision_that_cannot_be_shown_is_named(folder: Path) -> None:
+def test_a_decision_that_cannot_be_shown_is_counted(folder: Path) -> None:
     bad = odd({SDPA: 1.0, NATIVE: 2.0})
     bad = msgspec.structs.replace(bad, problem={**bad.problem, "pattern": {"segment_lengths": 3}})
     others = made_up.crossing((2048, 4096))
     made_up.store(folder, [bad, *others])
     done = command(folder, "report", "-o", str(folder.parent / "report.html"))
     assert done.returncode == 0
-    assert f"key {bad.key}" in done.stderr
-    assert "TypeError: " in done.stderr
+    assert "1 decisions cannot be shown" in done.stderr
     assert f"{len(others)} decisions in" in done.stdout
     found = Texts((folder.parent / "report.html").read_text(encoding="utf-8")).text
     assert all(each.key[:10] in found for each in others)

@@ -182,11 +182,6 @@ def test_every_fenced_block_is_of_a_kind_that_is_checked() -> None:
     assert all(text.count("\n```") == 2 * len(blocks(page)) for page, text in PAGES.items())
 
 
-def test_commands_within_text_exist() -> None:
-    named = [name for text in PAGES.values() for name in re.findall(r"`attn-dispatch ([a-z]+)", text)]
-    assert set(named) == set(COMMANDS)
-
-
 # --- length -----------------------------------------------------------------------------------------------------------
 
 

@@ -192,9 +192,3 @@ def test_large_pages_are_asked_for() -> None:
     assert " hg" in flags
     x.fill_(1)
     assert float(x.sum()) == x.numel()
-
-
-@pytest.mark.parametrize("size", [0, 1, memory.LARGE_PAGE // 4])
-def test_small_tensors_are_left_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_libc", lambda: pytest.fail("asked for pages"))
-    memory.in_large_pages(torch.empty(size))

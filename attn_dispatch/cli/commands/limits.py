@@ -35,7 +35,6 @@ Ctrl-C prints what was found."""
 
 START = 1024  #: tokens, without --shape, --lengths and --grid
 LONGEST = 2**40  #: tokens
-ALL = "all"
 HEAD = ("backend", "longest", "peak memory", "besides tensors", "time", "tokens/s", "by estimate", "did not run", "why")
 LEFT = {0, 8}
 EXPLAINED = (
@@ -49,18 +48,15 @@ GUESSED = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_options(
-        parser,
-        "The search goes upward from N of --shape, by default 1024, or from the least to the largest of --lengths.",
-    )
+    upward = "The search goes upward from N of --shape, by default 1024, or from the least to the largest of --lengths."
+    options.add_options(parser, upward)
     add = parser.add_argument
     backend = "this one, or 'all' for a row each; by default what attend() takes at each length without measuring"
     add("--backend", metavar="NAME", help=backend)
-    add("--memory", metavar="SIZE", type=options.size,
-        help="for q, k, v, results and workspace together, such as 8GiB; by default, and at most, 80 %% of what is "
-        "free")  # fmt: skip
-    add("--max-seconds", metavar="S", type=options.positive, default=60.0,
-        help="of one call: lengths that would take longer are not tried; by default %(default)g")  # fmt: skip
+    memory = "for q, k, v, results and workspace together, such as 8GiB; by default, and at most, 80 %% of what is free"
+    add("--memory", metavar="SIZE", type=options.size, help=memory)
+    seconds = "of one call: lengths that would take longer are not tried; by default %(default)g"
+    add("--max-seconds", metavar="S", type=options.positive, default=60.0, help=seconds)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,7 +106,7 @@ def _searches(args: argparse.Namespace, memory_bytes: int, report: Callable[[str
         start, most = math.prod(args.grid) if args.grid else each.shape[0].length, LONGEST
         if args.lengths:
             start, most = min(args.lengths), getattr(args.lengths, "last", max(args.lengths))
-        for name in registry.names() if args.backend == ALL else (args.backend,):
+        for name in registry.names() if args.backend == "all" else (args.backend,):
             found.append(Search(partial(_problem, each), start, most, name, memory_bytes, args.max_seconds, report))
     return found
 

@@ -50,14 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", metavar="H", type=options.count, help="of k and v; by default as many as q has")
     add("--head-dim", metavar="D", type=options.count, default=options.DEFAULT.head_dim, help="by default %(default)s")
     add("--batch", metavar="B", type=options.count, default=1, help="by default %(default)s")
-    add("--dtype", metavar="T", type=options.dtypes, help="by default as for 'attn-dispatch profile'")
-    add("--device", metavar="D", help="device of every rank; by default CUDA where available")
     layout = "one chunk for each rank, or an early and a late one, which balances causal work"
     add("--layout", choices=KINDS, default=KINDS[0], help=layout)
-    add("--backward", action="store_const", const="yes", help="predict forward and backward")
     add("--lse", action="store_true", help="return lse; with --backward, lse has a gradient too")
-    options.add_patterns(add)
-    add("--causal", action="store_const", const="yes", help="mask the keys after each query")
+    options.add_others(add)
 
 
 class RankForecasts(NamedTuple):
@@ -76,7 +72,10 @@ class RankForecasts(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     problem = _problem(args)
-    rate = _rate(args, problem)
+    from attn_dispatch.ring.plan.rates import Rate, rate_near  # here, so that usage errors do not wait for torch
+
+    nearest = rate_near(problem, -(-problem.q_len // max(args.ranks))) if args.rate is None else None
+    rate = nearest if args.rate is None else Rate(args.rate * 1e12, "--rate")
     if rate is None:
         dtype, heads = str(problem.dtype).removeprefix("torch."), f"{problem.heads}/{problem.kv_heads}"
         more = f"attn-dispatch profile --shape {problem.batch},8k,{heads},{problem.head_dim} --dtype {dtype}"
@@ -94,21 +93,13 @@ def _problem(args: argparse.Namespace) -> Problem:
     """The problem of the whole sequence."""
     if (args.tokens is None) == (args.grid is None):
         raise InvalidInput("give the length of the sequence: --tokens N or --grid H,W, not both")
-    if args.dtype is not None and len(args.dtype) > 1:
-        raise InvalidInput(f"--dtype takes one, got {', '.join(args.dtype)}")
     tokens = math.prod(args.grid) if args.tokens is None else args.tokens
     shape = options.Shape(args.batch, tokens, args.heads, args.kv_heads or args.heads, args.head_dim)
     args.shape, args.lengths = [shape], None
-    (problem,) = options.problems_of(args)
+    problem, *others = options.problems_of(args)
+    if others:
+        raise InvalidInput("a plan is for one problem: --dtype takes one, --causal and --backward not 'both'")
     return replace(problem, return_lse=args.lse)
-
-
-def _rate(args: argparse.Namespace, problem: Problem) -> Rate | None:
-    from attn_dispatch.ring.plan.rates import Rate, rate_near
-
-    if args.rate is not None:
-        return Rate(args.rate * 1e12, "--rate")
-    return rate_near(problem, -(-problem.q_len // max(args.ranks)))
 
 
 def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> list[RankForecasts]:

@@ -8,6 +8,7 @@ import json
 import secrets
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -20,9 +21,8 @@ from attn_dispatch.cli.thresholds import ratio_text
 from attn_dispatch.decisions.explanation import HEAD, LEFT, Explanation
 from attn_dispatch.learning import speedups
 from attn_dispatch.learning.predict import PROBLEM_ERRORS, is_timed
-from attn_dispatch.settings import NO_HOME, NOWHERE
 from attn_dispatch.store.decision import Decision
-from attn_dispatch.text import gib, milliseconds, one_line, printable, titled
+from attn_dispatch.text import gib, milliseconds, printable, titled
 
 DETAILED = 500  #: decisions, the newest ones, whose candidates the page holds
 SDPA = "SDPA is PyTorch's scaled_dot_product_attention, with a dense mask where the pattern needs one: the faster one."
@@ -30,6 +30,10 @@ AXES = (
     "Bands and bars are 95 % intervals of the median; of ratios to SDPA, the paired 99 % interval where one of the two "
     "was chosen, else the extreme ratios. Orders other than the natural one are dashed. Both axes are logarithmic; 1k "
     "is 1,024. A click on a name fades the others."
+)
+EMPTY = (
+    "No decision is stored in {folder} yet. This measures some, in under a minute; then make the report again: "
+    "attn-dispatch profile --quick"
 )
 LICENCE = (
     "Plots: Vega, copyright 2015-2023 University of Washington Interactive Data Lab, under the BSD 3-Clause licence."
@@ -44,50 +48,43 @@ class Drawn(NamedTuple):
     notes: Html
 
 
-def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, version: str) -> tuple[str, list[str]]:
-    """The whole page, and what it leaves out: the decisions that cannot be shown, with reasons.
+def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, version: str) -> str:
+    """The whole page.
 
     Args:
-        decisions: in the order in which they are listed.
+        decisions: those that can be shown, in the order in which they are listed.
         report: of `machine.examined`.
         made: the time, for people.
 
     Raises:
         AttnDispatchError: vl-convert is not installed.
     """
-    about = f"{made} UTC, attn-dispatch {version}"
-    sections = {"Machine": _machine(report), "Strikes and quarantines": _excluded(report)}
-    if not decisions:
-        return _document({"Decisions": _no_decisions(report["folder"]), **sections}, None, about), []
-    shown, left_out = _showable(decisions)
-    drawn = list(map(_series, all_series(shown)))
+    drawn = list(map(_series, all_series(decisions)))
     data: dict[str, Any] | None = None
     if drawn:
-        names = sorted({row.id for each in shown for row in each.candidates if is_timed(row)}, key=by_preference)
+        names = sorted({row.id for each in decisions for row in each.candidates if is_timed(row)}, key=by_preference)
         backends, orders_of = (list(dict.fromkeys(each)) for each in zip(*names))
         data = {"spec": plots.compiled(backends, orders_of), "all": [each.points for each in drawn]}
-    orders = thresholds.paired(speedups.all_series(shown))
+    listed = decided(decisions)._replace(nothing=EMPTY.format(folder=report["folder"]))
+    orders = thresholds.table(thresholds.paired(speedups.all_series(decisions)))
     sections = {
-        "Summary": _summary(shown),
-        "Decisions": join([table(decided(shown)), *map(_detail, shown[:DETAILED])]),
+        "Summary": _summary(decisions),
+        "Decisions": join([table(listed), *map(_detail, decisions[:DETAILED])]),
         "Time and memory against length": join([_note(AXES), *_plot(drawn)]),
-        "Token orders": join([*map(_note, thresholds.EXPLAINED), table(thresholds.table(orders))]),
-        **sections,
+        "Token orders": join([*map(_note, thresholds.EXPLAINED), table(orders)]),
+        "Machine": _machine(report),
+        "Strikes and quarantines": _excluded(report),
     }
-    return _document(sections, data, about), left_out
+    return _document(sections, data, f"{made} UTC, attn-dispatch {version}")
 
 
-def _showable(decisions: Sequence[Decision]) -> tuple[list[Decision], list[str]]:
-    """The decisions that can be shown; the others by name, with what they raise."""
-    found, left_out = [], []
-    for each in decisions:
-        try:
-            _detail(each)
-            json.dumps([_series(series) for series in all_series([each])], allow_nan=False)
-            found.append(each)
-        except PROBLEM_ERRORS as error:
-            left_out.append(printable(f"key {each.key} of {each.silicon} ({each.title}): {one_line(error)}"))
-    return found, left_out
+def can_be_shown(decision: Decision) -> bool:
+    """Whether a page can hold a decision: the problem of one from elsewhere may be anything."""
+    with suppress(*PROBLEM_ERRORS):
+        _detail(decision)
+        json.dumps([_series(series) for series in all_series([decision])], allow_nan=False)
+        return True
+    return False
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------
@@ -132,14 +129,6 @@ def _excluded(report: machine.Report) -> Html:
     """Which versions of backends are excluded, or will be after another crash."""
     found = machine.exclusions(report)
     return join([*map(table, found), *([_note(machine.LIFT_HINT)] if any(each.rows for each in found) else [])])
-
-
-def _no_decisions(folder: str) -> Html:
-    """What to run."""
-    if folder == str(NOWHERE):
-        return element("p", f"No decisions are stored: {NO_HOME}")
-    text = f"No decision is stored in {folder} yet. This measures some, in under a minute; then make the report again:"
-    return join([element("p", text), element("pre", "attn-dispatch profile --quick")])
 
 
 def _detail(decision: Decision) -> Html:
@@ -187,8 +176,7 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def _bounds(field: str, bounds: tuple[float, float, float]) -> dict[str, float]:
-    """Rounded, for the page's size."""
-    return {name: float(f"{value:.5g}") for name, value in zip((f"{field}_low", field, f"{field}_high"), bounds)}
+    return dict(zip((f"{field}_low", field, f"{field}_high"), bounds))
 
 
 # --- document ---------------------------------------------------------------------------------------------------------
