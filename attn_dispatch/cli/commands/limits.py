@@ -41,10 +41,7 @@ EXPLAINED = (
     "longest: to 1/8; peak memory: q, k, v and results included, besides tensors: the rest of it; by estimate: the",
     "longest whose declared memory fits; did not run: the shortest tried above the longest",
 )
-
-GUESSED = (
-    "not measured yet: the first call of attend() measures, and may take another backend; --backend all tries each"
-)
+GUESSED = "not measured yet: the first call of attend() measures, and may take another backend"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -80,14 +77,12 @@ def run(args: argparse.Namespace) -> int:
             for search in _searches(args, memory_bytes, report):
                 begun.append(search)
                 search.run()
-    except KeyboardInterrupt:
-        interrupted = True
-        print("interrupted: what was found so far follows", file=sys.stderr)
-    except (AttnDispatchError, OSError, RuntimeError) as error:
-        if not any(each.tried for each in begun):
+    except (KeyboardInterrupt, AttnDispatchError, OSError, RuntimeError) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        failed = None if interrupted else one_line(error)
+        if failed is not None and not any(each.tried for each in begun):
             raise
-        failed = one_line(error)
-        print(f"attn-dispatch limits: {failed}; what was found so far follows", file=sys.stderr)
+        print(f"attn-dispatch limits: {failed or 'interrupted'}; what was found so far follows", file=sys.stderr)
     if args.json:
         found = {"device": str(device), "memory_bytes": memory_bytes, "max_seconds": args.max_seconds}
         print_json(found | {"interrupted": interrupted, "error": failed, "limits": list(map(_to_dict, begun))})

@@ -10,12 +10,10 @@ from attn_dispatch.errors import AttnDispatchError
 
 SOFT, LINE = "var(--soft)", "var(--line)"  #: colours of page.css: plots follow the theme without being drawn anew
 TOKENS = "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
-MS = "format(datum.value / 1000, '.3~s') + 's'"
 BYTES = (
     "datum.value < 1073741824 ? format(datum.value / 1048576, '.3~r') + ' MiB' : "
     "format(datum.value / 1073741824, '.3~r') + ' GiB'"
 )
-TIMES = "format(datum.value, '.3~g') + 'x'"
 X = {
     "field": "tokens",
     "type": "quantitative",
@@ -36,8 +34,8 @@ class Panel(NamedTuple):
 
 
 PANELS = (
-    Panel("Time of one call", "ms", MS),
-    Panel("SDPA's time / this time: above 1 is faster", "gain", TIMES, reference=1.0),
+    Panel("Time of one call", "ms", "format(datum.value / 1000, '.3~s') + 's'"),
+    Panel("SDPA's time / this time: above 1 is faster", "gain", "format(datum.value, '.3~g') + 'x'", reference=1.0),
     Panel("Peak memory of one call", "bytes", BYTES, base=2, has_interval=False),
 )
 
