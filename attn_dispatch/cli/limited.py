@@ -154,7 +154,7 @@ def _example(problem: Problem) -> Example:
         return torch.empty(shape, dtype=problem.dtype, device=problem.device).normal_().requires_grad_(grad)
 
     q, k, v = (drawn(problem.q_len, problem.heads), *(drawn(problem.k_len, problem.kv_heads) for _ in range(2)))
-    return Example(problem, q, k, v, drawn(*q.shape[1:3], grad=False) if problem.needs_grad else None, {})
+    return Example(problem, q, k, v, drawn(problem.q_len, problem.heads, False) if problem.needs_grad else None, {})
 
 
 def _limited(device: torch.device, room: int) -> bool:

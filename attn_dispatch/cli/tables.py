@@ -42,13 +42,8 @@ def print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(plain, indent=1))
 
 
-def winners(explanations: Sequence[Explanation]) -> Table:
-    """One row for each problem: the winner, its time, PyTorch's over it, and what is to be known about them."""
-    return Table(HEAD, list(map(cells, explanations)), {0, 1, 4})
-
-
 def decided(decisions: Iterable[Decision]) -> Table:
-    """One row for each stored decision: its key, what a row of `winners` has, and when it was measured."""
+    """One row for each stored decision: its key, what a row of `profile` has, and when it was measured."""
     rows = [[each.key[:KEY_DIGITS], *cells(Explanation.of(each)), when(each)] for each in decisions]
     return Table(("key", *HEAD, "measured (UTC)"), rows, {0, 1, 2, 5, 6}, "Newest first")
 

@@ -13,7 +13,6 @@ from attn_dispatch.text import printable
 
 EXAMPLE = """examples:
   attn-dispatch doctor
-  attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
       trials include this backend again"""
 

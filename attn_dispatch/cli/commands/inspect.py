@@ -20,12 +20,8 @@ EXAMPLE = """examples:
   attn-dispatch inspect
   attn-dispatch inspect --key 3f9a
       one decision in full; keys are in the first column of the table
-  attn-dispatch inspect --regret
-      each decision predicted from the others of its group
   attn-dispatch inspect --thresholds
       lengths above which a token order such as hilbert is faster; 'profile --thresholds' measures"""
-
-Stored = tuple[Path, Decision]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +70,7 @@ def _print_one(path: Path, decision: Decision) -> None:
     print(f"stored in {path}")
 
 
-def _print_groups(found: list[Stored]) -> None:
+def _print_groups(found: list[tuple[Path, Decision]]) -> None:
     by_silicon = sorted(found, key=lambda pair: pair[1].silicon)  # stable: the newest stay first
     for silicon, group in groupby(by_silicon, key=lambda pair: pair[1].silicon):
         paths, decisions = zip(*group)

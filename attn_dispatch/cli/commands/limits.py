@@ -29,7 +29,6 @@ EXAMPLE = """examples:
   attn-dispatch limits --shape 1,8k,16/4,128 --causal --backward --backend all --memory 8GiB
       a training step, as on a device of 8 GiB; a row for each backend
   attn-dispatch limits --lengths 64k:1M --window 4k --max-seconds 10
-      in calls of 10 s at most
 
 Ctrl-C prints what was found."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds, urls
-from attn_dispatch.cli.tables import print_json, refused_by_all, winners
+from attn_dispatch.cli.tables import HEAD, Table, cells, print_json, refused_by_all
 from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.learning.speedups import SpeedupSeries, all_series
@@ -76,11 +76,13 @@ def run(args: argparse.Namespace) -> int:
     if args.share and ranks > 1:
         raise InvalidInput("--share writes the decisions of one process: leave it, or run without torchrun")
     problems = _problems(args)
+    if args.sharded:
+        problems = [replace(problem, ranks=ranks) for problem in problems]
     found: list[Explanation] = []
     interrupted = False
     try:
         if problems:
-            problems = _measured(args, problems, ranks, found)
+            _measure(args, problems, ranks, found)
     except KeyboardInterrupt:
         interrupted = True
     unstored = Store(settings.cache_folder()).why_unstored()
@@ -103,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if interrupted or unstored or any(each.choice is None for each in found) else 0
 
 
-def _measured(args: argparse.Namespace, problems: list[Problem], ranks: int, found: list[Explanation]) -> list[Problem]:
-    """Measure the problems and return them, with `ranks` set where they are sharded."""
+def _measure(args: argparse.Namespace, problems: list[Problem], ranks: int, found: list[Explanation]) -> None:
+    """Measure the problems; what is decided is added to `found`."""
     from attn_dispatch.profiling import profile, profile_over  # here, so that usage errors do not wait for torch
     from attn_dispatch.ring.link import world
 
@@ -116,12 +118,9 @@ def _measured(args: argparse.Namespace, problems: list[Problem], ranks: int, fou
     }
     if ranks == 1:
         profile(problems, **how)
-        return problems
-    if args.sharded:
-        problems = [replace(problem, ranks=ranks) for problem in problems]
+        return
     with world(problems[0].device.type):
         profile_over(problems, kind=args.sharded or KINDS[0], **how)
-    return problems
 
 
 def _share(args: argparse.Namespace) -> dict[str, Any]:
@@ -202,8 +201,8 @@ def _recorded(args: argparse.Namespace) -> list[Problem]:
 
 
 def _budget(args: argparse.Namespace, count: int) -> float | None:
-    if args.budget is not None or args.full:
-        budget: float | None = args.budget
+    budget: float | None = args.budget
+    if budget is not None or args.full:
         return budget
     if args.standard:
         return STANDARD_S
@@ -245,7 +244,8 @@ def _print_winners(found: Sequence[Explanation]) -> None:
     """A line for each decision, after what the machine cannot run."""
     for device in dict.fromkeys(explanation.device for explanation in found):
         here = [explanation for explanation in found if explanation.device == device]
-        print(printable(f"device    {device}"), "", *_left_out(here), *winners(here).lines(), "", sep="\n")
+        rows = Table(HEAD, list(map(cells, here)), {0, 1, 4}).lines()
+        print(printable(f"device    {device}"), "", *_left_out(here), *rows, "", sep="\n")
     for explanation in found:
         if explanation.choice is None:
             print(explanation, end="\n\n")

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from attn_dispatch.cli.tables import Table
 
-VOID = frozenset({"link", "meta"})  #: elements without content
-
 
 class Html(str):
     """Markup that is safe as it stands."""
@@ -24,7 +22,7 @@ def element(name: str, /, *content: str, **attributes: str | int | bool | None) 
             key = key.rstrip("_").replace("_", "-")
             words.append(key if value is True else f'{key}="{html.escape(str(value))}"')
     start = f"<{' '.join(words)}>"
-    return Html(start if name in VOID else f"{start}{join(content)}</{name}>")
+    return Html(start if name in ("link", "meta") else f"{start}{join(content)}</{name}>")
 
 
 def join(parts: Iterable[str]) -> Html:

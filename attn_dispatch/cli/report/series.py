@@ -19,8 +19,6 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import milliseconds, titled
 
-LENGTHS = ("q_len", "k_len", "pattern")  #: fields of a problem that a series does not share, or only in part
-
 
 class Point(NamedTuple):
     """A timed candidate at one length. `gain` is PyTorch's time / this one's, with bounds."""
@@ -129,7 +127,7 @@ def _tokens(problem: Mapping[str, Any]) -> int:
 
 def _shared(problem: Mapping[str, Any]) -> str:
     """What the problems of a series share, as text. Where there are fewer queries than keys, their number too."""
-    kept = {name: value for name, value in problem.items() if name not in LENGTHS}
+    kept = {name: value for name, value in problem.items() if name not in ("q_len", "k_len", "pattern")}
     kept["pattern"] = {name: value for name, value in family_of(problem).items() if name != "segment_lengths"}
     if problem.get("q_len") != problem["k_len"]:
         kept["q_len"] = problem.get("q_len")
