@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import platform
 import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attn_dispatch.machine import load
 from attn_dispatch.machine.devices import ask_nvml, cuda_devices, cuda_identity, resolve
 from attn_dispatch.machine.memory import CGROUP, PROC, cgroup_levels, host_memory, host_psutil, memory_limits, read_text
 
@@ -258,9 +257,8 @@ def _instruction_sets(fields: dict[str, str]) -> tuple[str, ...]:
 
 
 def _usable_cores(root: Path, proc: Path) -> int:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quotas = [quota for level in cgroup_levels("cpu", root, proc) if (quota := _cpu_quota(level)) is not None]
-    return min([cores, *quotas])
+    return min([load.cores(), *quotas])
 
 
 def _cpu_quota(level: Path) -> int | None:
