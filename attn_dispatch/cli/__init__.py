@@ -28,8 +28,6 @@ COMMANDS = {
     "doctor": "show this machine's devices and which backends can run on them",
 }
 
-EPILOG = "exit code: 0 done, 1 failed, 2 wrong usage. 'attn-dispatch COMMAND --help' shows examples."
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Wrong usage raises SystemExit(2), as argparse does."""
@@ -67,7 +65,7 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attn-dispatch",
         description="Run attention with the backend measured fastest on this machine.",
-        epilog=EPILOG,
+        epilog="exit code: 0 done, 1 failed, 2 wrong usage; 'attn-dispatch COMMAND --help' shows examples",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
