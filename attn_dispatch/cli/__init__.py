@@ -7,9 +7,7 @@ where a command needs it.
 from __future__ import annotations
 
 import argparse
-import codecs
 import io
-import json
 import os
 import sys
 import warnings
@@ -30,8 +28,6 @@ COMMANDS = {
     "doctor": "show this machine's devices and which backends can run on them",
 }
 
-EPILOG = "exit code: 0 done, 1 failed, 2 wrong usage. 'attn-dispatch COMMAND --help' shows examples."
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Wrong usage raises SystemExit(2), as argparse does."""
@@ -45,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     args = _parser(named).parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # may lack a character of a name, or of a path's bytes
-        codecs.register_error("escaped", _escaped)
-        sys.stdout.reconfigure(errors="escaped")
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = int(args.run(args))
         if sys.stdout is not None:  # as where it was closed before the process began
@@ -70,7 +65,7 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attn-dispatch",
         description="Run attention with the backend measured fastest on this machine.",
-        epilog=EPILOG,
+        epilog="exit code: 0 done, 1 failed, 2 wrong usage; 'attn-dispatch COMMAND --help' shows examples",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -86,12 +81,6 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
             module.configure(command)
             command.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
-
-
-def _escaped(error: UnicodeError) -> tuple[str, int]:
-    """What cannot be encoded, as JSON writes it."""
-    assert isinstance(error, UnicodeEncodeError)
-    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _fail(command: str | None, text: str, code: int) -> int:

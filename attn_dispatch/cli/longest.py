@@ -4,29 +4,26 @@ did not. Each length is tried in a process of its own (`limited`), which can tak
 
 from __future__ import annotations
 
+import math
 import operator
-import os
-import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-from attn_dispatch.cli import limited
+from attn_dispatch.cli.limited import Attempt, run_alone
 from attn_dispatch.decisions.decide import explain_problem
-from attn_dispatch.decisions.unmeasured import check_names, forced_candidates
+from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.machine.child import Outcome, run_alone
+from attn_dispatch.kernels import registry
 from attn_dispatch.settings import measures
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.decision import Row
-from attn_dispatch.text import gib, one_line
-from attn_dispatch.tuning.candidates import Candidate, Request, work
+from attn_dispatch.text import gib, one_line, titled
+from attn_dispatch.tuning.candidates import Candidate, work
 from attn_dispatch.tuning.example import example_bytes
 
 RESOLUTION = 8  #: the search ends where the first length that failed is within 1 / 8 of the longest that ran
-START_S = 600.0  #: seconds in which a process loads torch and compiles what its backend needs
-FILL_BYTES_PER_S = 5e7  #: random numbers that a process draws at least
-FAILURES = 3  #: failures for another reason than memory and time after which nothing shorter is tried
+FAILURES = 2  #: failures for another reason than memory and time after which no other length is tried
 WARM_TOKENS = 64  #: of the call before the limit is set
 
 
@@ -44,15 +41,6 @@ class Tried:
     seconds: float | None = None
     peak_bytes: int | None = None
     above_bytes: int | None = None
-
-
-class _Ready(NamedTuple):
-    """What would run. `needed`: bytes of q, k, v, out and all gradients; `declared`: the workspace included."""
-
-    problem: Problem
-    candidate: Candidate
-    needed: int
-    declared: int
 
 
 @dataclass
@@ -102,8 +90,7 @@ class Search:
     @property
     def problem(self) -> Problem:
         """The problem with the longest length that ran, else with the first."""
-        longest = self.longest
-        return self.problem_at(self.start if longest is None else longest.tokens)
+        return self.problem_at(self.start if self.longest is None else self.longest.tokens)
 
     def run(self) -> None:
         """Find the longest length of `start` to `most`; below `start` only where that does not run."""
@@ -111,107 +98,63 @@ class Search:
         find_longest(self._runs, self.start, self.most)
         self.complete = True
 
+    def _fits(self, tokens: int) -> bool:
+        planned = self._planned(tokens)
+        return isinstance(planned, tuple) and planned[0].declared_bytes <= self.memory_bytes
+
     def _runs(self, tokens: int) -> bool:
-        # A backend that fails whatever the length is not tried at twenty; one that refuses two alike refuses all.
-        failures = sum(each.status in ("failed", "died") for each in self.tried)
-        refusals = [each.reason for each in self.tried if each.status == "refused"]
-        hopeless = failures >= FAILURES or len(refusals) != len(set(refusals))
-        if hopeless and self.longest is None:
+        others = sum(each.status in ("failed", "died", "refused") for each in self.tried)
+        if others >= FAILURES and self.longest is None:  # whatever the length
             return False
         found = self._tried(tokens)
         self.tried.append(found)
         self.report(found)
         return found.status == "ran"
 
-    def _fits(self, tokens: int) -> bool:
-        found = self._ready(tokens)
-        return isinstance(found, _Ready) and found.declared <= self.memory_bytes
-
-    def _ready(self, tokens: int) -> _Ready | Tried:
-        """What would run at a length, or why nothing does."""
-        try:
-            problem = self.problem_at(tokens)
-        except InvalidInput as error:
-            return Tried(tokens, self.backend or "", "refused", one_line(error))
-        needed = example_bytes(problem) + problem.result_bytes
-        if needed > self.memory_bytes:  # before the backends are asked, which takes long for very long sequences
-            what = "q, k, v, out and gradients" if problem.needs_grad else "q, k, v and out"
-            text = f"by estimate, not tried: {what} take {gib(needed)}, the limit is {gib(self.memory_bytes)}"
-            return Tried(problem.q_len, self.backend or "", "memory", text)
-        candidate = self._candidate(problem)
-        if isinstance(candidate, Tried):
-            return candidate
-        try:
-            declared = needed + operator.index(candidate.backend.workspace_bytes(problem))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, which is its row's reason
-            return Tried(problem.q_len, candidate.name, "failed", f"workspace_bytes: {one_line(error)}")
-        return _Ready(problem, candidate, needed, declared)
-
-    def _candidate(self, problem: Problem) -> Candidate | Tried:
-        """The candidate that would run, or why none does."""
-        name, order = self.backend, None
-        if name is None:
-            explained = explain_problem(problem)
-            name, order = explained.choice, explained.order
-            self.guessed = self.guessed or (explained.source == "heuristic" and measures())
-            if name is None:
-                why = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
-                reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
-                return Tried(problem.q_len, "", why, "no backend can run it", reasons)
-        try:
-            found = forced_candidates(Request.of(problem), name, order)
-        except InvalidInput as error:  # another package's backend, which cannot be loaded
-            return Tried(problem.q_len, name, "refused", str(error))
-        row: Row | None = found[0].row
-        if row is None:
-            return found[0]
-        return Tried(problem.q_len, name, "memory" if row.status == "over_memory" else "refused", row.reason)
-
     def _tried(self, tokens: int) -> Tried:
-        ready = self._ready(tokens)
-        if isinstance(ready, Tried):
-            return ready
-        problem, candidate = ready.problem, ready.candidate
-        operations = work(candidate, problem)
-        if candidate.name in self._rate and (expected := operations / self._rate[candidate.name]) > self.max_seconds:
+        planned = self._planned(tokens)
+        if isinstance(planned, Tried):
+            return planned
+        attempt, operations = planned
+        name, length = attempt.backend, attempt.problem.q_len
+        expected = operations / self._rate.get(name, math.inf)
+        if expected > self.max_seconds:
             text = f"by estimate, not tried: would take {expected:.3g} s, the limit is {self.max_seconds:g} s"
-            return Tried(problem.q_len, candidate.name, "time", text)
-        self.report(f"{problem.q_len:,} tokens with {candidate.title}")
-        args = (os.getpid(), problem, self._warm(candidate, problem), candidate.name, candidate.order,
-                self.memory_bytes, ready.declared, self.max_seconds)  # fmt: skip
-        limit_s = 2 * self.max_seconds + START_S / 10 + ready.needed / FILL_BYTES_PER_S
-        outcome = run_alone(limited.__name__, "run_limited", args, start_s=START_S, limit_s=limit_s)
-        found = Tried(problem.q_len, candidate.name, **_told(outcome, self.max_seconds))
+            return Tried(length, name, "time", text)
+        self.report(f"{length:,} tokens with {titled(name, attempt.order)}")
+        found = Tried(length, name, **run_alone(attempt))
         if found.seconds:
-            self._rate[candidate.name] = operations / found.seconds
+            self._rate[name] = operations / found.seconds
         return found
 
-    def _warm(self, candidate: Candidate, problem: Problem) -> Problem | None:
-        """A shorter problem that the candidate can run too: no limit holds yet."""
+    def _planned(self, tokens: int) -> tuple[Attempt, float] | Tried:
+        """What would run at a length, with its operations; or why nothing does."""
         try:
-            short = self.problem_at(WARM_TOKENS if problem.q_len > WARM_TOKENS else max(1, problem.q_len // 2))
-        except InvalidInput:
-            return None
-        if short.q_len >= problem.q_len:
-            return None
-        found = forced_candidates(Request.of(short), candidate.name, candidate.order)
-        return short if found[0].row is None else None
-
-
-def _told(outcome: Outcome, max_seconds: float) -> dict[str, Any]:
-    """The fields of a `Tried`."""
-    if outcome.value is not None:
-        value: dict[str, Any] = outcome.value
-        return value
-    if outcome.code is None and outcome.begun:
-        return {"status": "time", "reason": f"killed: two calls did not end within {max_seconds:g} s each"}
-    when = "" if outcome.begun else " before the call"
-    if outcome.code is None:
-        return {"status": "failed", "reason": f"killed: it did not start within {START_S:g} s"}
-    if outcome.code < 0:
-        name = signal.Signals(-outcome.code).name if -outcome.code in signal.valid_signals() else ""
-        return {"status": "died", "reason": f"its process died{when} by signal {-outcome.code} {name}".rstrip()}
-    return {"status": "died" if outcome.begun else "failed", "reason": f"its process ended{when}, code {outcome.code}"}
+            problem = self.problem_at(tokens)
+            needed = example_bytes(problem) + problem.result_bytes
+            if needed > self.memory_bytes:  # before the backends are asked, which takes long for very long sequences
+                what = "q, k, v, out and gradients" if problem.needs_grad else "q, k, v and out"
+                text = f"by estimate, not tried: {what} take {gib(needed)}, the limit is {gib(self.memory_bytes)}"
+                return Tried(problem.q_len, self.backend or "", "memory", text)
+            explained = explain_problem(problem, self.backend)
+        except InvalidInput as error:  # of the problem, or another package's backend cannot be loaded
+            return Tried(tokens, self.backend or "", "refused", str(error))
+        self.guessed = self.guessed or (explained.source == "heuristic" and measures())
+        if explained.choice is None:
+            status = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
+            reasons = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
+            return Tried(problem.q_len, self.backend or "", status, "no backend can run it", reasons)
+        backend, order, first = registry.load(explained.choice), explained.order or NATURAL, None
+        with suppress(InvalidInput):
+            first = self.problem_at(max(1, min(WARM_TOKENS, problem.q_len // 2)))
+        if first is not None and first.q_len >= problem.q_len:  # no limit holds yet
+            first = None
+        try:
+            declared = needed + operator.index(backend.workspace_bytes(problem))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, which is its row's reason
+            return Tried(problem.q_len, backend.name, "failed", f"workspace_bytes: {one_line(error)}")
+        limits = self.memory_bytes, declared, self.max_seconds
+        return Attempt(problem, first, backend.name, order, *limits), work(Candidate(backend, order, None), problem)
 
 
 def find_longest(runs: Callable[[int], bool], start: int, most: int) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.quarantine import Quarantine, shown_time, silicons
+from attn_dispatch.store.quarantine import Entry, Quarantine, shown_time, silicons
 from attn_dispatch.text import gib
 
 if TYPE_CHECKING:
@@ -35,8 +35,11 @@ def examined() -> dict[str, Any]:
     from attn_dispatch.kernels.native import library
     from attn_dispatch.machine.hardware import hardware
 
-    found = hardware()
+    found, folder = hardware(), cache_folder()
     library.check_compiler()
+    leaves = [str(folder)]
+    with suppress(RuntimeError):  # no home folder
+        leaves.append(str(settings.user_folder() or folder))
     return {
         "hardware": found.to_dict(),
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
@@ -44,7 +47,15 @@ def examined() -> dict[str, Any]:
         "native": library.in_use(),
         "quarantines": to_dicts(entry for each in excluded() for entry in each.entries()),
         "strikes": to_dicts(entry for each in excluded() for entry in each.strikes()),
-        **_settings(),
+        "folder": str(folder),
+        "writable": is_writable(folder),
+        "shared": Store(folder).shared(),
+        "decisions": sum(1 for _ in Store(folder).all()),
+        "leaves": [each for each in dict.fromkeys(leaves) if each != str(settings.NOWHERE)],
+        "unreadable": "" if folder == settings.NOWHERE else why_unreadable(folder),
+        "mode": settings.mode(),
+        "budget_ms": settings.budget_ms(),
+        "missed": missed(folder),
     }
 
 
@@ -53,7 +64,7 @@ def excluded() -> list[Quarantine]:
     return [Quarantine(cache_folder(), silicon) for silicon in silicons(cache_folder())]
 
 
-def to_dicts(entries: Any) -> list[dict[str, Any]]:
+def to_dicts(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     """Entries of a quarantine as plain values."""
     return [msgspec.to_builtins(entry) for entry in entries]
 
@@ -65,21 +76,18 @@ def lines(report: Report) -> list[str]:
     """A line for each processor, one for the software, and one for each device that cannot be used."""
     from attn_dispatch.machine.hardware import hardware
 
-    found = hardware()
+    found, unusable = hardware(), [each for each in report["devices"] if each["unusable"]]
     software = f"torch {found.torch}, CUDA {found.cuda or 'none'}"
-    unusable = [
-        f"{each['device']} cannot be used: {each['unusable']}" for each in report["devices"] if each["unusable"]
-    ]
-    return [*str(found).splitlines(), software, *unusable]
+    why = [f"{each['device']} cannot be used: {each['unusable']}" for each in unusable]
+    return [*str(found).splitlines(), software, *why]
 
 
 def devices(report: Report) -> Table:
     """Each device with its free memory and the dtype that suits it."""
-    rows = [
-        [each["device"], "unknown" if each["free_bytes"] is None else gib(each["free_bytes"]), each["dtype"],
-         each["dtype_reason"], each["silicon"]]
-        for each in report["devices"]
-    ]  # fmt: skip
+    rows = []
+    for each in report["devices"]:
+        free = "unknown" if each["free_bytes"] is None else gib(each["free_bytes"])
+        rows.append([each["device"], free, each["dtype"], each["dtype_reason"], each["silicon"]])
     return Table(("device", "free", "dtype", "why", "silicon"), rows, {0, 2, 3, 4}, "Devices")
 
 
@@ -108,22 +116,22 @@ def _entry_cells(item: Report) -> list[str]:
 
 def state(report: Report) -> list[tuple[str, str]]:
     """Names and values: the native kernel, the stored decisions, the settings, what is yet unmeasured."""
-    missed = report["missed"]
-    unwritable = "" if report["writable"] else ", which cannot be written"
+    missed, unwritable = report["missed"], "" if report["writable"] else ", which cannot be written"
     stored = f"{report['decisions']} in {report['folder']}{unwritable}"
     stored += f"; {report['unreadable']}" if report["unreadable"] else ""
     if report["folder"] == str(settings.NOWHERE):
         stored = f"none: {NO_HOME}"
     unmeasured = f"{missed['count']}; measure them with: {missed['command']}" if missed["count"] else "none"
-    return [
-        ("native", report["native"]),
-        ("decisions", stored),
-        *([("shared", report["shared"])] if report["shared"] else []),
-        ("mode", f"{report['mode']}   ($ATTN_DISPATCH_MODE)"),
-        ("budget", f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)"),
-        ("missed", missed["reason"] or unmeasured),
-        ("remove", f"delete these after uninstalling, or to start anew: {', '.join(report['leaves']) or 'nothing'}"),
-    ]
+    found = {
+        "native": report["native"],
+        "decisions": stored,
+        "shared": report["shared"],
+        "mode": f"{report['mode']}   ($ATTN_DISPATCH_MODE)",
+        "budget": f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)",
+        "missed": missed["reason"] or unmeasured,
+        "remove": f"delete these after uninstalling, or to start anew: {', '.join(report['leaves']) or 'nothing'}",
+    }
+    return [(name, value) for name, value in found.items() if value]
 
 
 # --- what is there ----------------------------------------------------------------------------------------------------
@@ -150,7 +158,6 @@ def _device(device: str) -> dict[str, Any]:
 
 def _backends() -> list[dict[str, Any]]:
     from attn_dispatch.kernels import registry
-    from attn_dispatch.settings import timeout_s
     from attn_dispatch.tuning import candidates as candidates  # guards the imports of plug-ins
     from attn_dispatch.tuning import guard
 
@@ -159,8 +166,8 @@ def _backends() -> list[dict[str, Any]]:
         version, reason = None, ""
         try:
             backend = registry.load(name)
-            version = guard.run_guarded(partial(registry.version_of, backend), timeout_s())
-            reason = guard.run_guarded(partial(_unusable, backend), timeout_s())
+            version = guard.run_guarded(partial(registry.version_of, backend), settings.timeout_s())
+            reason = guard.run_guarded(partial(_unusable, backend), settings.timeout_s())
         except InvalidInput as error:
             reason = str(error)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way; the others are still listed
@@ -182,25 +189,6 @@ def _unusable(backend: Backend) -> str:
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     refusals = refusals_of(backend, problem_of((1, 128, 8, 64), Dense(), dtype, device))
     return "; ".join(str(refusal) for refusal in refusals if refusal.code in {"not_installed", "device"})
-
-
-def _settings() -> dict[str, Any]:
-    from attn_dispatch.settings import budget_ms, mode
-
-    folder, leaves = cache_folder(), [str(cache_folder())]
-    with suppress(RuntimeError):  # no home folder
-        leaves.append(str(settings.user_folder() or folder))
-    return {
-        "folder": str(folder),
-        "writable": is_writable(folder),
-        "shared": Store(folder).shared(),
-        "decisions": sum(1 for _ in Store(folder).all()),
-        "leaves": [each for each in dict.fromkeys(leaves) if each != str(settings.NOWHERE)],
-        "unreadable": "" if folder == settings.NOWHERE else why_unreadable(folder),
-        "mode": mode(),
-        "budget_ms": budget_ms(),
-        "missed": missed(folder),
-    }
 
 
 def is_writable(folder: Path) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.text import where_true
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,8 @@ DTYPES = {
 }  # fmt: skip
 SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
 SWITCH: dict[str, tuple[bool, ...]] = {"yes": (True,), "no": (False,), "both": (False, True)}
-OPTIONS = (
-    *("shape", "lengths", "segments", "dilations", "grid", "window", "edges", "stride"),
-    *("causal", "dtype", "backward"),
-)
+PATTERN = ("segments", "dilations", "grid", "window", "edges", "stride", "causal")
+OPTIONS = ("shape", "lengths", *PATTERN, "dtype", "backward")
 
 
 class Shape(NamedTuple):
@@ -51,35 +49,36 @@ def add_options(parser: argparse.ArgumentParser, about: str = "") -> None:
         about: more for `--help`.
     """
     text = "32k is 32768, 1M is 1048576. Lists give every combination."
-    shapes = parser.add_argument_group("problems", f"{text} {about}".rstrip())
-    add = shapes.add_argument
-    add("--shape", metavar="B,N,H,D", type=shape, action="append",
-        help="batch, length, heads, head_dim of q; H/KV where k and v have fewer heads; may be repeated")  # fmt: skip
-    add("--lengths", metavar="A:B", type=lengths,
-        help="lengths from A, doubling, up to B, or a list A,B,.., in place of the N of each shape, or of 1,N,8,64; "
-        "with --grid, it is scaled to about so many tokens")  # fmt: skip
-    add_patterns(add)
-    _add_switch(shapes, "--causal", "mask the keys after each query")
-    add("--dtype", metavar="T,..", type=dtypes,
-        help="float16, bfloat16, float32, float64, or f16, bf16, f32, f64; by default float32 on a CPU, else what "
-        "'attn-dispatch doctor' advises")  # fmt: skip
-    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
-    _add_switch(shapes, "--backward", "time forward and backward together")
+    add = parser.add_argument_group("problems", f"{text} {about}".rstrip()).add_argument
+    of_q = "batch, length, heads, head_dim of q; H/KV where k and v have fewer heads; may be repeated"
+    add("--shape", metavar="B,N,H,D", type=shape, action="append", help=of_q)
+    doubling = "lengths from A, doubling, up to B, or a list A,B,..; in place of the N of each shape, or of 1,N,8,64"
+    scales = "with --grid, it is scaled to about so many tokens"
+    add("--lengths", metavar="A:B", type=lengths, help=f"{doubling}; {scales}")
+    add_others(add)
 
 
-def add_patterns(add: Callable[..., object]) -> None:
-    """Add the options that describe a pattern, by a parser's `add_argument`."""
+def add_others(add: Callable[..., object]) -> None:
+    """Add the options that describe all but shapes, by a parser's `add_argument`."""
     add("--segments", metavar="W,..", type=counts, help="dilated attention: tokens per segment of each branch")
     add("--dilations", metavar="R,..", type=counts, help="dilated attention: dilation rate of each branch")
-    add("--grid", metavar="H,W", type=counts,
-        help="neighborhood attention: tokens per axis, 1 to 3 axes; sets the length")  # fmt: skip
-    add("--window", metavar="W,..", type=window,
-        help="with --grid: width of the neighborhood, one number or one per axis; without: LEFT,RIGHT of a sliding "
-        "window, 'none' for no limit; LEFT alone means LEFT,0; LEFT,RIGHT,SINKS adds the first keys")  # fmt: skip
+    grid = "neighborhood attention: tokens per axis, 1 to 3 axes; sets the length"
+    add("--grid", metavar="H,W", type=counts, help=grid)
+    of_grid = "with --grid: width of the neighborhood, one number or one per axis"
+    sliding = "LEFT,RIGHT of a sliding window, 'none' for no limit; LEFT alone means LEFT,0"
+    sinks = "LEFT,RIGHT,SINKS adds the first keys"
+    add("--window", metavar="W,..", type=window, help=f"{of_grid}; without: {sliding}; {sinks}")
     edges = "with --grid: 'clip' cuts windows at the border (default); 'shift' moves them inside, as NATTEN does"
     add("--edges", choices=("clip", "shift"), help=edges)
-    add("--stride", metavar="S,..", type=counts,
-        help="with --edges shift: consecutive queries that share one window, one number or one per axis")  # fmt: skip
+    stride = "with --edges shift: consecutive queries that share one window, one number or one per axis"
+    add("--stride", metavar="S,..", type=counts, help=stride)
+    switch: dict[str, Any] = {"nargs": "?", "const": "yes", "choices": tuple(SWITCH)}
+    add("--causal", **switch, help="mask the keys after each query; 'both': with and without")
+    names = "float16, bfloat16, float32, float64, or f16, bf16, f32, f64"
+    usual = "by default float32 on a CPU, else what 'attn-dispatch doctor' advises"
+    add("--dtype", metavar="T,..", type=dtypes, help=f"{names}; {usual}")
+    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
+    add("--backward", **switch, help="forward and backward together; 'both': with and without")
 
 
 def given(args: argparse.Namespace) -> list[str]:
@@ -100,19 +99,24 @@ def problems_of(args: argparse.Namespace) -> list[Problem]:
     """
     if not has_length(args):
         raise InvalidInput("give the length of the sequence: --shape B,N,H,D, --lengths A:B or --grid H,W")
-    patterns = list(_patterns(args))
+    _check(args)
     import torch  # here, so that usage errors do not wait for torch
 
+    from attn_dispatch.machine.hardware import dtype_advice
     from attn_dispatch.spec.shapes import problem_of
 
     device = device_of(args)
-    names: list[str] = args.dtype or [_default_dtype(device)]
+    names = args.dtype or ["float32" if device.type == "cpu" else dtype_advice(device).dtype]
     found: dict[Problem, None] = {}
-    for pattern, name, size, backward in product(patterns, names, _shapes(args), SWITCH[args.backward or "no"]):
-        fitted, length = _scaled(pattern, size.length, args) if args.grid and args.lengths else (pattern, size.length)
+    switches = [SWITCH[each or "no"] for each in (args.causal, args.backward)]
+    for causal, name, size, backward in product(switches[0], names, _shapes(args), switches[1]):
+        grid, length = args.grid, size.length
+        if grid and args.lengths:
+            grid = scaled(grid, length)
+            length = math.prod(grid)
         wanted = (size.batch, length, size.heads, size.head_dim)
-        dtype = getattr(torch, name)
-        found[problem_of(wanted, fitted, dtype, device, kv_heads=size.kv_heads, backward=backward)] = None
+        pattern, dtype = _pattern(args, causal, grid), getattr(torch, name)
+        found[problem_of(wanted, pattern, dtype, device, kv_heads=size.kv_heads, backward=backward)] = None
     return list(found)
 
 
@@ -143,13 +147,13 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(map(count, text.split(",")))
 
 
-def positive(text: str, what: str = "a number") -> float:
+def positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected {what} > 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
     return value
 
 
@@ -201,56 +205,32 @@ def dtypes(text: str) -> list[str]:
     return names
 
 
-def _add_switch(group: argparse._ArgumentGroup, flag: str, text: str) -> None:
-    group.add_argument(flag, nargs="?", const="yes", choices=tuple(SWITCH), help=f"{text}; 'both': with and without")
-
-
-def _default_dtype(device: torch.device) -> str:
-    from attn_dispatch.machine.hardware import dtype_advice
-
-    return "float32" if device.type == "cpu" else dtype_advice(device).dtype
-
-
 def _shapes(args: argparse.Namespace) -> list[Shape]:
     bases: list[Shape] = args.shape or [DEFAULT]
     tokens = args.lengths or (None if args.shape else (math.prod(args.grid),))
     return bases if tokens is None else [base._replace(length=n) for base in bases for n in tokens]
 
 
-def _patterns(args: argparse.Namespace) -> Iterator[Pattern]:
-    if (args.segments is None) != (args.dilations is None):
-        raise InvalidInput("--segments and --dilations go together: one number of each for a branch")
-    if args.segments and (args.grid or args.window):
-        raise InvalidInput("--segments and --dilations give one pattern, --grid and --window another: give one of them")
-    if args.grid and not args.window:
-        raise InvalidInput("--grid needs --window, the width of the neighborhood: one number, or one for each axis")
-    if (args.edges or args.stride) and not args.grid:
-        raise InvalidInput("--edges and --stride are for --grid, which is not given")
-    if args.window and not args.grid:
-        yield _sliding(args)
-        return
-    for causal in SWITCH[args.causal or "no"]:
-        if args.segments:
-            yield Dilated(args.segments, args.dilations, causal)
-        elif args.grid:
-            yield Neighborhood(args.grid, args.window, (1,), (causal,), args.edges or "clip", args.stride or (1,))
-        else:
-            yield Dense(causal)
+def _check(args: argparse.Namespace) -> None:
+    """Raise InvalidInput where the options of patterns contradict each other."""
+    sliding = args.window and not args.grid
+    wrong = {
+        "--segments and --dilations go together": (args.segments is None) != (args.dilations is None),
+        "--segments is one pattern, --grid and --window another: give one of them": (
+            args.segments and (args.grid or args.window)
+        ),
+        "--grid needs --window, the width of the neighborhood": args.grid and not args.window,
+        "--edges and --stride are for --grid, which is not given": (args.edges or args.stride) and not args.grid,
+        "--window without --grid is LEFT,RIGHT,SINKS": sliding and len(args.window) > 3,
+        "--causal is not for --window LEFT,RIGHT: RIGHT = 0 is causal": sliding and args.causal is not None,
+    }
+    for why in where_true(wrong):
+        raise InvalidInput(why)
 
 
-def _scaled(pattern: Pattern, tokens: int, args: argparse.Namespace) -> tuple[Pattern, int]:
-    """The pattern on a grid of about `tokens` tokens, with the window of `--window` again, because `Neighborhood` clips
-    the window to a small grid.
-    """
-    assert isinstance(pattern, Neighborhood)
-    grid = scaled(args.grid, tokens)
-    return replace(pattern, grid=grid, window=args.window), math.prod(grid)
-
-
-def _sliding(args: argparse.Namespace) -> Window:
-    if len(args.window) > 3:
-        raise InvalidInput(f"--window without --grid is LEFT,RIGHT,SINKS, got {len(args.window)} numbers")
-    if args.causal is not None:
-        raise InvalidInput("--causal is not for --window LEFT,RIGHT: it is set by RIGHT, and RIGHT = 0 is causal")
-    left, right, sinks = (*args.window, 0, 0)[:3]
-    return Window(left, right, sinks)
+def _pattern(args: argparse.Namespace, causal: bool, grid: tuple[int, ...] | None) -> Pattern:
+    if args.segments:
+        return Dilated(args.segments, args.dilations, causal)
+    if grid:
+        return Neighborhood(grid, args.window, (1,), (causal,), args.edges or "clip", args.stride or (1,))
+    return Window(*(*args.window, 0, 0)[:3]) if args.window else Dense(causal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -11,11 +12,10 @@ from attn_dispatch.learning.regret import GroupRegret, leave_one_out, total
 
 HEAD = ("problems", "predicted", "not predicted", "mean", "p95", "worst", "worst key", "within 2 %", "mean confidence")
 LEFT = {0, 6}
-NOTHING = (
-    "too little evidence: no two decisions of one group timed the same candidates, two or more; "
-    "'attn-dispatch profile' measures more"
+EXPLAINED = (
+    "times of learned choices beyond the fastest candidate, each decision predicted from the others of its group;",
+    "fewer than 5 predictions are too little evidence: 'attn-dispatch profile' measures more",
 )
-ENOUGH = 5  #: predictions; with fewer, a remark says that a group has too little evidence
 
 
 def run(folder: Path, as_json: bool) -> int:
@@ -33,31 +33,22 @@ def run(folder: Path, as_json: bool) -> int:
         print_json({"folder": str(folder), "groups": [group.to_dict() for group in groups], "total": everything})
         return 0
     for silicon, members in groupby(groups, key=lambda group: group.silicon):
-        print(f"silicon   {silicon}", "", *table(list(members)), "", sep="\n")
+        print(f"silicon   {silicon}", "", *_table(members), "", sep="\n")
     if len(groups) > 1:
-        print(*table([whole]), "", sep="\n")
-    print(*_remarks(groups, whole), sep="\n")
+        print(*_table([whole]), "", sep="\n")
+    print(*EXPLAINED, sep="\n")
     return 0
 
 
-def table(groups: list[GroupRegret]) -> list[str]:
-    """Times of the learned choices beyond the fastest measured candidate, in per cent of its time."""
+def _table(groups: Iterable[GroupRegret]) -> list[str]:
     return Table(HEAD, list(map(_cells, groups)), LEFT).lines()
 
 
 def _cells(group: GroupRegret) -> list[str]:
-    start = [group.title, str(group.count), str(group.unpredicted)]
-    mean, p95, worst, confidence = group.mean, group.p95, group.worst, group.confidence
-    if mean is None or p95 is None or worst is None or confidence is None:
-        return [*start, "-", "-", "-", "-", "-", "-"]
+    start, worst = [group.title, str(group.count), str(group.unpredicted)], group.worst
+    if worst is None:
+        return [*start, *"-" * 6]
     where = worst.key[:KEY_DIGITS] if worst.regret > 0 else "-"
-    shares = [f"{100 * value:.1f} %" for value in (mean, p95, worst.regret)]
-    return [*start, *shares, where, f"{100 * group.hits / group.count:.0f} %", f"{100 * confidence:.0f} %"]
-
-
-def _remarks(groups: list[GroupRegret], whole: GroupRegret) -> list[str]:
-    few = sum(group.count < ENOUGH for group in groups)
-    lines = ["each decision predicted from the others of its group"] if whole.count else [NOTHING]
-    if few and whole.count:
-        lines.append(f"too little evidence in {few} of {len(groups)} groups: fewer than {ENOUGH} predictions")
-    return lines
+    shares = [f"{100 * (value or 0):.1f} %" for value in (group.mean, group.p95, worst.regret)]
+    right = [f"{100 * value:.0f} %" for value in (group.hits / group.count, group.confidence or 0)]
+    return [*start, *shares, where, *right]

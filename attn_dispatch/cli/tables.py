@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.decisions.explanation import table as full
-from attn_dispatch.store.decision import Row
-from attn_dispatch.text import align, folded, milliseconds, printable, titled
+from attn_dispatch.learning.predict import is_timed
+from attn_dispatch.learning.speedups import Bounds, time_ratio
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.store.decision import Decision, Row
+from attn_dispatch.text import align, milliseconds, printable, titled, where_true
 
 HEAD = ("problem", "winner", "time", "vs SDPA", "")
 PLAIN = ("sdpa", "sdpa_mask")  #: PyTorch's own attention, without a mask and with one
 KEY_DIGITS = 10  #: digits shown in tables; `inspect --key` takes any number
 REFUSED = {"not_installed", "unsupported"}
-_NOT_ASCII = re.compile(r"[^ -~\n]")
 
 
 class Table(NamedTuple):
@@ -36,119 +36,72 @@ class Table(NamedTuple):
         return align([list(self.head), *self.rows], self.left) if self.rows else [self.nothing]
 
 
-class Gain(NamedTuple):
-    """Time of PyTorch's own attention / time of the choice, with its 99 % interval if there is one.
-
-    `is_single`: one of the two times is a single sample, on which no summary rests.
-    """
-
-    factor: float
-    low: float | None
-    high: float | None
-    is_single: bool
-
-
 def print_json(value: Mapping[str, Any]) -> None:
-    """Print strict JSON: numbers that are not finite become null, characters that are not printable are escaped."""
-    try:
-        encoded = msgspec.json.encode(value)
-    except UnicodeEncodeError:  # bytes of a path that are no text
-        plain = json.loads(json.dumps(msgspec.to_builtins(value)), parse_constant=lambda _: None)
-        encoded = json.dumps(plain, ensure_ascii=False).encode(errors="surrogatepass")
-    text = msgspec.json.format(encoded, indent=1).decode(errors="surrogatepass")
-    print(_NOT_ASCII.sub(lambda found: _escaped(found[0]), text))
+    """Print strict JSON in ASCII: bytes of a path may be no text. Numbers that are not finite become null."""
+    plain = json.loads(json.dumps(msgspec.to_builtins(value)), parse_constant=lambda _: None)
+    print(json.dumps(plain, indent=1))
 
 
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else json.dumps(character)[1:-1]
+def decided(decisions: Iterable[Decision]) -> Table:
+    """One row for each stored decision: its key, what a row of `profile` has, and when it was measured."""
+    rows = [[each.key[:KEY_DIGITS], *cells(Explanation.of(each)), when(each)] for each in decisions]
+    return Table(("key", *HEAD, "measured (UTC)"), rows, {0, 1, 2, 5, 6}, "Newest first")
 
 
-def winners(explanations: Sequence[Explanation]) -> Table:
-    """One row for each problem: the winner, its time, PyTorch's over it, and what is to be known about them."""
-    return Table(HEAD, list(map(cells, explanations)), {0, 1, 4})
+def when(decision: Decision) -> str:
+    """The time at which it was made, in UTC."""
+    return decision.created[:16].replace("T", " ")
 
 
 def cells(explanation: Explanation) -> list[str]:
     """The cells of a decision under `HEAD`."""
-    problem, chosen = compact(explanation.problem), _chosen(explanation)
+    held = {"provisional": explanation.provisional, "unchecked": explanation.unchecked}
+    problem, source = compact(explanation.problem), ", ".join([explanation.source, *where_true(held)])
     if explanation.choice is None:
         return [problem, "none", "-", "-", "no backend can run it"]
-    name = titled(explanation.choice, explanation.order or "natural")
+    name, chosen = titled(explanation.choice, explanation.order or NATURAL), chosen_of(explanation.candidates)
     if chosen is None or chosen.median_ms is None:
-        return [problem, name, "-", "-", f"{source_of(explanation)}, not measured"]
-    gain, source = gain_of(explanation), source_of(explanation)
-    remarks = f"{source}, 1 sample" if chosen.rounds == 1 or (gain and gain.is_single) else source
-    return [problem, name, milliseconds(chosen.median_ms), f"{gain.factor:.2f}x" if gain else "-", remarks]
+        return [problem, name, "-", "-", f"{source}, not measured"]
+    plain = plain_of(explanation.candidates)
+    gain = gain_over(plain, chosen)
+    once = 1 in (chosen.rounds, plain.rounds if plain else None)
+    ratio = f"{gain[1]:.2f}x" if gain else "-"
+    return [problem, name, milliseconds(chosen.median_ms), ratio, f"{source}, 1 sample" if once else source]
 
 
-def gain_of(explanation: Explanation) -> Gain | None:
-    """How much faster the choice is than PyTorch's own attention; None where one of them has no time."""
-    chosen = _chosen(explanation)
-    timed = [c for c in explanation.candidates if c.backend in PLAIN and c.order == "natural" and c.median_ms]
-    plain = min((c for c in timed if c.status in ("chosen", "slower", "tie")), key=_median, default=None)
-    if chosen is None or plain is None or not chosen.median_ms:
+def chosen_of(rows: Iterable[Row]) -> Row | None:
+    """The chosen row."""
+    return next((row for row in rows if row.status == "chosen"), None)
+
+
+def plain_of(rows: Iterable[Row]) -> Row | None:
+    """The faster row of PyTorch's own attention; None where neither was timed."""
+    timed = (row for row in rows if row.backend in PLAIN and row.order == NATURAL and is_timed(row))
+    return min(timed, key=lambda row: row.median_ms or math.inf, default=None)
+
+
+def gain_over(plain: Row | None, row: Row) -> Bounds | None:
+    """Low, middle and high of PyTorch's time / the row's; None where a time of 0 or without a limit leaves no ratio."""
+    if plain is None or not is_timed(row):
         return None
-    if plain is chosen:
-        return Gain(1.0, None, None, is_single=False)
-    factor = plain.ratio or _median(plain) / chosen.median_ms
-    return Gain(factor, plain.ratio_low, plain.ratio_high, 1 in (plain.rounds, chosen.rounds))
-
-
-def _chosen(explanation: Explanation) -> Row | None:
-    return next((each for each in explanation.candidates if each.status == "chosen"), None)
-
-
-def _median(candidate: Row) -> float:
-    return candidate.median_ms or 0.0
-
-
-def source_of(explanation: Explanation) -> str:
-    """Where a choice comes from, and what else holds of it: `measured, provisional`."""
-    remarks = {"provisional": bool(explanation.provisional), "unchecked": explanation.unchecked}
-    return ", ".join([explanation.source, *(name for name, holds in remarks.items() if holds)])
-
-
-def full_table(explanations: Sequence[Explanation]) -> list[str]:
-    """The candidates of every problem, under one head."""
-    groups = [explanation.rows() for explanation in explanations]
-    lines = iter(full([row for group in groups for row in group]))
-    found = [next(lines)]
-    for explanation, group in zip(explanations, groups):
-        how = source_of(explanation) if explanation.choice else "no backend can run it"
-        found += ["", folded(f"{compact(explanation.problem)}   ({how}, key {explanation.key[:KEY_DIGITS]})")]
-        found += [next(lines) for _ in group]
-    return found
+    if plain.id == row.id:
+        return 1.0, 1.0, 1.0
+    try:
+        low, middle, high = time_ratio(plain, row)
+    except ArithmeticError:
+        return None
+    return (low, middle, high) if 0 < low <= middle <= high < math.inf else None
 
 
 def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
     """The candidates that can run none of the problems, with the reasons common to all their refusals."""
-    reasons: dict[str, list[list[str]]] = {}
-    for candidate in (each for explanation in explanations for each in explanation.candidates):
-        parts = candidate.reason.split("; ") if candidate.status in REFUSED else []
-        reasons.setdefault(titled(candidate.backend, candidate.order), []).append(parts)
+    refused = ([row for row in each.candidates if row.status in REFUSED] for each in explanations)
+    first, *others = [{titled(*row.id): row.reason.split("; ") for row in rows} for rows in refused]
     shared = {
-        name: [part for part in found[0] if part and all(part in other for other in found)]
-        for name, found in reasons.items()
-        if len(found) == len(explanations)
+        name: "; ".join(part for part in parts if all(part in each.get(name, ()) for each in others))
+        for name, parts in first.items()
     }
-    return {name: "; ".join(parts) for name, parts in shared.items() if parts}
-
-
-def left_for_full(explanations: Sequence[Explanation]) -> dict[str, int]:
-    """The candidates that the budget did not suffice for, with the number of problems that need more of it."""
-    found = (
-        titled(each.backend, each.order)
-        for explanation in explanations
-        for each in explanation.candidates
-        if each.status == "not_measured" and "budget" in each.reason
-    )
-    return dict(Counter(found).most_common())
-
-
-def no_backend(explanation: Explanation) -> list[str]:
-    """Why no backend runs a problem, one line for each backend."""
-    rows = [f"  {titled(c.backend, c.order)}: {c.reason or c.status.replace('_', ' ')}" for c in explanation.candidates]
-    return [f"no backend can run {compact(explanation.problem)}:", *(folded(printable(row)) for row in rows)]
+    return {name: text for name, text in shared.items() if text}
 
 
 def compact(problem: str) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from attn_dispatch.cli import stored
-from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS, Threshold, by_length, threshold_of
-from attn_dispatch.text import printable
+from attn_dispatch.text import where_true
 
 HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
 LEFT = {0, 1, 3, 4, 7}
@@ -37,17 +36,22 @@ def run(folder: Path, as_json: bool) -> int:
     return 0
 
 
-def lines(found: Sequence[SpeedupSeries]) -> list[str]:
-    """A table for each silicon, followed by a plot for each threshold."""
-    if not found:
-        return [NOTHING]
+def lines(found: Iterable[SpeedupSeries]) -> list[str]:
+    """A table for each silicon."""
     printed: list[str] = []
-    for silicon, members in groupby(sorted(found, key=sort_key), key=lambda series: series.silicon):
-        pairs = [(series, threshold_of(series)) for series in members]
-        printed += [f"silicon   {silicon}", "", *table(pairs).lines(), ""]
-        for series, threshold in pairs:
-            printed += [] if threshold is None else [*_plot(series, threshold), ""]
-    return [*printed, *EXPLAINED]
+    for silicon, members in groupby(paired(found), key=lambda pair: pair[0].silicon):
+        printed += [f"silicon   {silicon}", "", *table(list(members)).lines(), ""]
+    return [*printed, *EXPLAINED] if printed else [NOTHING]
+
+
+def paired(found: Iterable[SpeedupSeries]) -> list[tuple[SpeedupSeries, Threshold | None]]:
+    """Each series with its threshold, by silicon, then pattern."""
+
+    def place(series: SpeedupSeries) -> tuple[str, str, int, list[str], str]:
+        head_dim = series.problem.get("head_dim") or 0
+        return series.silicon, family_title(series.family), head_dim, _name(series), series.group
+
+    return [(each, threshold_of(each)) for each in sorted(found, key=place)]
 
 
 def table(pairs: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Table:
@@ -56,38 +60,28 @@ def table(pairs: Sequence[tuple[SpeedupSeries, Threshold | None]]) -> Table:
     return Table(HEAD, [_cells(*pair) for pair in pairs], LEFT, caption, NOTHING)
 
 
-def to_dicts(found: Sequence[SpeedupSeries]) -> list[dict[str, Any]]:
-    """Plain values for JSON; lengths in tokens."""
-    return [to_dict(series, threshold_of(series)) for series in sorted(found, key=sort_key)]
-
-
-def sort_key(series: SpeedupSeries) -> tuple[str, str, int, list[str], str]:
-    """By silicon, then pattern."""
-    head_dim = series.problem.get("head_dim")
-    return series.silicon, family_title(series.family), head_dim or 0, _name(series), series.group
-
-
 def _name(series: SpeedupSeries) -> list[str]:
     problem = series.problem
     what = (str(problem.get("dtype")), str(problem.get("head_dim")), _direction(series))
     return [family_title(series.family), *what, series.order]
 
 
-def to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
+def to_dicts(found: Iterable[SpeedupSeries]) -> list[dict[str, Any]]:
     """Plain values for JSON; lengths in tokens."""
-    lengths = by_length(series.speedups)
+    return [_to_dict(*pair) for pair in paired(found)]
+
+
+def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
+    lengths, found = by_length(series.speedups), {name: series.problem.get(name) for name in ("dtype", "head_dim")}
     return {
         "silicon": series.silicon,
         "group": series.group,
         "pattern": series.family,
-        "dtype": series.problem.get("dtype"),
-        "head_dim": series.problem.get("head_dim"),
+        **found,
         "direction": _direction(series),
         "order": series.order,
         "verdict": "unknown" if threshold is None else "never" if threshold.tokens is None else "above",
-        "tokens": None if threshold is None else threshold.tokens,
-        "low": None if threshold is None else threshold.low,
-        "high": None if threshold is None else threshold.high,
+        **{name: getattr(threshold, name, None) for name in ("tokens", "low", "high")},
         "measured_to": lengths[-1].tokens if lengths else None,
         "points": [
             {"tokens": each.tokens, "gain": each.factor, "low": each.low, "high": each.high, "key": each.key}
@@ -98,7 +92,7 @@ def to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any
 
 def _cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:
     lengths = by_length(series.speedups)
-    longest = f"{lengths[-1].factor:.2f}x ({lengths[-1].low:.2f} - {lengths[-1].high:.2f})" if lengths else "-"
+    longest = ratio_text(lengths[-1].low, lengths[-1].factor, lengths[-1].high) if lengths else "-"
     return [*_name(series), str(len(lengths)), longest, threshold_text(threshold)]
 
 
@@ -118,20 +112,15 @@ def threshold_text(threshold: Threshold | None) -> str:
 def _direction(series: SpeedupSeries) -> str:
     """Forward or forward + backward, and the other properties that part groups."""
     problem = series.problem
-    words = ["forward + backward" if problem.get("needs_grad") else "forward"]
-    words += [name for name in ("seq_lens", "key_mask") if problem.get(f"has_{name}")]
-    words += ["dropout"] * _is_above(problem.get("dropout_p"), 0)
-    words += [f"ranks {problem['ranks']}"] * _is_above(problem.get("ranks"), 1)
-    return " ".join(words)
+    held = {
+        "seq_lens": problem.get("has_seq_lens"),
+        "key_mask": problem.get("has_key_mask"),
+        "dropout": problem.get("dropout_p"),
+        f"ranks {problem.get('ranks')}": problem.get("ranks") not in (None, 1),
+    }
+    return " ".join(["forward + backward" if problem.get("needs_grad") else "forward", *where_true(held)])
 
 
-def _is_above(value: object, least: int) -> bool:
-    """Whether a stored value, which may be of any type, is a number above another."""
-    return isinstance(value, int | float) and value > least
-
-
-def _plot(series: SpeedupSeries, threshold: Threshold) -> list[str]:
-    points = [(each.tokens, each.low, each.factor, each.high) for each in by_length(threshold.points)]
-    title = f"{family_title(series.family)} {series.problem.get('dtype')} d{series.problem.get('head_dim')}"
-    end = f"{_direction(series)}, {series.order}: {threshold_text(threshold)}"
-    return [printable(f"{title} {end}"), *curve(points, threshold.tokens)]
+def ratio_text(low: float, middle: float, high: float) -> str:
+    """`1.37x (1.35 - 1.40)`."""
+    return f"{middle:.2f}x ({low:.2f} - {high:.2f})"

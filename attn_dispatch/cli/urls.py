@@ -28,10 +28,6 @@ def target(text: str) -> str:
     return text
 
 
-def is_url(name: str) -> bool:
-    return "://" in name
-
-
 def each_file(name: str, onerror: Callable[[OSError], object]) -> list[str]:
     """The name itself, or every JSON file under it if it is a folder, except a cache folder's other files;
     links to folders are not followed.
@@ -39,7 +35,7 @@ def each_file(name: str, onerror: Callable[[OSError], object]) -> list[str]:
     Args:
         onerror: called for each folder that cannot be read.
     """
-    if is_url(name) or not os.path.isdir(name):
+    if "://" in name or not os.path.isdir(name):
         return [name]
     return [
         os.path.join(folder, each)
@@ -57,7 +53,7 @@ def read(name: str) -> bytes:
         Unreachable: it cannot be read or is larger than 1 GiB.
     """
     with _unreachable():
-        if not is_url(name):
+        if "://" not in name:
             return files.read(name, MAX_BYTES, follow=True)
         with _open(name, "rb") as file:
             content: bytes = file.read(MAX_BYTES + 1)
@@ -73,18 +69,15 @@ def write(name: str, content: bytes) -> None:
         Unreachable: it cannot be written.
     """
     with _unreachable(f"{name} cannot be written: "):
-        if is_url(name):
+        if "://" in name:
             with _open(name, "wb") as file:
                 file.write(content)
             return
-        if _is_standard_output(name):
-            sys.stdout.flush()
-            with open(1, "wb", closefd=False) as file:  # where the output is appended to a file, that stays
-                file.write(content)
-            return
         path = Path(name)
-        if path.exists() and not path.is_file():  # before links are followed: those of /dev/fd name no file
-            path.write_bytes(content)  # a pipe or a device is written to, not replaced
+        # Before links are followed: those of /dev/fd name no file.
+        if _is_standard_output(name) or (path.exists() and not path.is_file()):
+            with path.open("ab") as file:  # an output, a pipe or a device is written to, not replaced
+                file.write(content)
         else:
             files.write(path.resolve(), content)  # a link stays one
 
@@ -96,7 +89,7 @@ def beside(name: str) -> redirect_stdout[TextIO]:
 
 def _is_standard_output(name: str) -> bool:
     with suppress(OSError):
-        return not is_url(name) and os.path.samefile(name, "/dev/stdout")
+        return "://" not in name and os.path.samefile(name, "/dev/stdout")
     return False
 
 

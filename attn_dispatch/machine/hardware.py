@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import platform
 import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from attn_dispatch.machine import load
 from attn_dispatch.machine.devices import ask_nvml, cuda_devices, cuda_identity, resolve
 from attn_dispatch.machine.memory import CGROUP, PROC, cgroup_levels, host_memory, host_psutil, memory_limits, read_text
 
@@ -33,19 +32,12 @@ _GIB = 1 << 30
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 # One table per architecture, because one flag name means different things: x86 "sme" is memory encryption.
-_X86_SETS = {"avx2": "avx2", "avx512bw": "avx512"} | {
-    name: name for name in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
-}
+_X86_SETS = {each: each for each in ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")}
+_X86_SETS |= {"avx512bw": "avx512"}
 _ARM_SETS = {"asimd": "neon", "asimdhp": "fp16", "bf16": "bf16", "sve": "sve", "sve2": "sve2", "sme": "sme"}
 _TORCH_SETS = {"AVX2": "avx2", "AVX512": "avx2 avx512", "SVE256": "neon sve", "VSX": "vsx", "Z VECTOR": "zvector"}
-_IMPLIED = {
-    "avx512": "avx2",
-    "avx512_bf16": "avx512",
-    "avx512_fp16": "avx512",
-    "amx_fp16": "amx_bf16",
-    "sve": "neon",
-    "sve2": "sve",
-}
+_IMPLIED = {"avx512": "avx2", "avx512_bf16": "avx512", "avx512_fp16": "avx512", "amx_fp16": "amx_bf16"}
+_IMPLIED |= {"sve": "neon", "sve2": "sve"}
 
 
 @dataclass(frozen=True)
@@ -70,14 +62,6 @@ class Cpu:
         counts = f"{self.cores} cores, {self.threads} threads, {sets}"
         caches = f"L2 {_mib(self.l2_bytes)}, L3 {_mib(self.l3_bytes)}"
         return f"cpu: {self.model}, {counts}, {caches}, {self.total_bytes / _GIB:.1f} GiB"
-
-
-class Chip(NamedTuple):
-    """The fields of `Cpu` in its fingerprint, which are faster to read than the rest."""
-
-    model: str
-    instruction_sets: tuple[str, ...]
-    cores: int
 
 
 @dataclass(frozen=True)
@@ -146,7 +130,7 @@ def silicon(device: torch.device | str) -> str:
         return silicon_of(_gpus()[where.index])
     import torch
 
-    return _cpu_silicon(_chip(), torch.get_num_threads())
+    return _cpu_silicon(*_chip(), torch.get_num_threads())
 
 
 def silicon_of(item: Cpu | Gpu) -> str:
@@ -157,7 +141,7 @@ def silicon_of(item: Cpu | Gpu) -> str:
     The name tells boards apart that agree in the rest but not in clocks or tensor rate, such as L40 and L40S.
     """
     if isinstance(item, Cpu):
-        return _cpu_silicon(Chip(item.model, item.instruction_sets, item.cores), item.threads)
+        return _cpu_silicon(item.model, item.instruction_sets, item.cores, item.threads)
     chip = f"sm{item.capability[0]}{item.capability[1]}-{item.sm_count}sm"
     l2 = "unknown" if item.l2_bytes is None else f"{item.l2_bytes / _MIB:g}mib"
     step = 1 << max(0, item.total_bytes.bit_length() - 4)
@@ -166,10 +150,10 @@ def silicon_of(item: Cpu | Gpu) -> str:
 
 
 @cache
-def _cpu_silicon(chip: Chip, threads: int) -> str:
-    sets = set(chip.instruction_sets)
+def _cpu_silicon(model: str, instruction_sets: tuple[str, ...], cores: int, threads: int) -> str:
+    sets = set(instruction_sets)
     widest = "-".join(sorted(sets - {_IMPLIED.get(name) for name in sets})) or "baseline"
-    return f"cpu-{_slug(chip.model)}-{widest}-{chip.cores}c-{threads}t"
+    return f"cpu-{_slug(model)}-{widest}-{cores}c-{threads}t"
 
 
 def provenance(device: torch.device | str) -> dict[str, str]:
@@ -182,7 +166,7 @@ def provenance(device: torch.device | str) -> dict[str, str]:
     where = resolve(device)
     gpu = _gpus()[where.index] if where.type == "cuda" else None
     return {
-        "name": _chip().model if gpu is None else gpu.name,
+        "name": _chip()[0] if gpu is None else gpu.name,
         "driver": "none" if gpu is None else gpu.driver or "unknown",
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda or "none",
@@ -198,24 +182,16 @@ def dtype_advice(device: torch.device | str) -> DtypeAdvice:
 
 def advise(item: Cpu | Gpu) -> DtypeAdvice:
     """The dtype to prefer, by the description alone (CPU flags; the CUDA programming guide's throughput table)."""
-    return _advise_cpu(item.instruction_sets) if isinstance(item, Cpu) else _advise_gpu(item.capability)
-
-
-def _advise_cpu(sets: tuple[str, ...]) -> DtypeAdvice:
-    for name in ("amx_bf16", "avx512_bf16", "bf16"):
-        if name in sets:
-            return DtypeAdvice("bfloat16", f"{name} multiplies bfloat16 in hardware")
-    return DtypeAdvice("float32", "this CPU is not known to multiply bfloat16 in hardware")
-
-
-def _advise_gpu(capability: tuple[int, int]) -> DtypeAdvice:
-    sm = f"sm_{capability[0]}{capability[1]}"
+    if isinstance(item, Cpu):
+        for name in ("amx_bf16", "avx512_bf16", "bf16"):
+            if name in item.instruction_sets:
+                return DtypeAdvice("bfloat16", f"{name} multiplies bfloat16 in hardware")
+        return DtypeAdvice("float32", "this CPU is not known to multiply bfloat16 in hardware")
+    capability, sm = item.capability, f"sm_{item.capability[0]}{item.capability[1]}"
     if capability >= (8, 0):
         return DtypeAdvice("bfloat16", f"{sm} has bfloat16 at float16 speed, with float32's range")
-    if capability >= (7, 0):
+    if capability >= (7, 0) or capability in {(5, 3), (6, 0), (6, 2)}:
         return DtypeAdvice("float16", f"{sm} is fast in float16 and has no bfloat16")
-    if capability in {(5, 3), (6, 0), (6, 2)}:
-        return DtypeAdvice("float16", f"{sm} runs float16 at twice the float32 rate and has no bfloat16")
     return DtypeAdvice("float32", f"half precision is slow or absent on {sm}")
 
 
@@ -232,11 +208,11 @@ def _cpu() -> Cpu:
 
 @cache
 def _read_cpu(root: Path = CGROUP, proc: Path = PROC, caches: Path = _CACHES) -> Cpu:
-    chip = _chip(root, proc)
+    model, instruction_sets, cores = _chip(root, proc)
     return Cpu(
-        model=chip.model,
-        instruction_sets=chip.instruction_sets,
-        cores=chip.cores,
+        model=model,
+        instruction_sets=instruction_sets,
+        cores=cores,
         physical_cores=host_psutil().cpu_count(logical=False),
         threads=0,
         l2_bytes=_cache_bytes("2", caches),
@@ -246,9 +222,10 @@ def _read_cpu(root: Path = CGROUP, proc: Path = PROC, caches: Path = _CACHES) ->
 
 
 @cache
-def _chip(root: Path = CGROUP, proc: Path = PROC) -> Chip:
+def _chip(root: Path = CGROUP, proc: Path = PROC) -> tuple[str, tuple[str, ...], int]:
+    """The fields of `Cpu` in its fingerprint, which are faster to read than the rest: model, sets and cores."""
     fields = cpuinfo(proc)
-    return Chip(_model(fields), _instruction_sets(fields), _usable_cores(root, proc))
+    return _model(fields), _instruction_sets(fields), _usable_cores(root, proc)
 
 
 def cpuinfo(proc: Path = PROC) -> dict[str, str]:
@@ -280,9 +257,8 @@ def _instruction_sets(fields: dict[str, str]) -> tuple[str, ...]:
 
 
 def _usable_cores(root: Path, proc: Path) -> int:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quotas = [quota for level in cgroup_levels("cpu", root, proc) if (quota := _cpu_quota(level)) is not None]
-    return min([cores, *quotas])
+    return min([load.cores(), *quotas])
 
 
 def _cpu_quota(level: Path) -> int | None:

@@ -64,7 +64,7 @@ def is_calm(proc: Path = PROC) -> bool:
     if pressure is not None:
         return pressure < CALM_PRESSURE
     try:
-        return os.getloadavg()[0] < _cores()  # of the last minute: this process's own start counts too
+        return os.getloadavg()[0] < cores()  # of the last minute: this process's own start counts too
     except OSError:
         return True
 
@@ -78,5 +78,6 @@ def _pressure(proc: Path) -> float | None:
     return None
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many cores this process may use, without regard to quotas."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

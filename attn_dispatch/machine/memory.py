@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = ("MemTotal", "MemAvailable")
 _UNLIMITED = 1 << 62  #: bytes; a limit above this means "none" in cgroups version 1
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
@@ -64,9 +63,8 @@ def _host_available(root: Path = CGROUP, proc: Path = PROC) -> int:
 
 def host_memory(proc: Path = PROC) -> tuple[int, int]:
     """Total and available RAM in bytes, by psutil's definitions; read from /proc, since psutil is slow to import."""
-    lines = (line.partition(":") for line in (read_text(proc / "meminfo") or "").splitlines())
-    sizes = {name: int(size.removesuffix("kB")) << 10 for name, _, size in lines if name in _MEMINFO}
-    total, available = (sizes.get(name, 0) for name in _MEMINFO)
+    sizes = _sizes(proc / "meminfo")
+    total, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
     if 0 < available <= total:
         return total, available
     memory = host_psutil().virtual_memory()  # not Linux, a kernel before 3.14, or a container that hides some of it
@@ -203,7 +201,7 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | No
         return _cuda_peak(call, device)
     before = _reset_resident_peak() if device.type == "cpu" else None
     result = call()
-    return result, None if before is None else max(0, _status_bytes("VmHWM") - before)
+    return result, None if before is None else max(0, _sizes(STATUS)["VmHWM"] - before)
 
 
 def _cuda_peak(call: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
@@ -223,8 +221,8 @@ def _reset_resident_peak() -> int | None:
         _discard_free_heap()
     try:
         CLEAR_REFS.write_text("5")
-        return _status_bytes("VmRSS")
-    except (OSError, ValueError):
+        return _sizes(STATUS).get("VmRSS")
+    except OSError:
         return None
 
 
@@ -246,12 +244,10 @@ def _discard_free_heap() -> None:
         libc.free(start)
 
 
-def _status_bytes(name: str) -> int:
-    lines = STATUS.read_text().splitlines()
-    line = next((line for line in lines if line.startswith(f"{name}:")), "")
-    if not line.endswith(" kB"):
-        raise ValueError(f"{STATUS} has no {name}")
-    return int(line.split()[1]) * 1024
+def _sizes(path: Path) -> dict[str, int]:
+    """The lines of a file of /proc such as `VmRSS: 5 kB`, in bytes."""
+    lines = (line.partition(":") for line in (read_text(path) or "").splitlines() if line.endswith(" kB"))
+    return {name: int(size.removesuffix("kB")) << 10 for name, _, size in lines}
 
 
 def release(device: torch.device) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
-import math
 import os
 import re
 import shlex
@@ -22,10 +20,8 @@ import pytest
 
 import attn_dispatch
 from attn_dispatch.cli import COMMANDS
-from attn_dispatch.cli.commands import export
-from attn_dispatch.cli.tables import cells, print_json
+from attn_dispatch.cli.tables import cells
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.machine.hardware import Cpu, Gpu, silicon_of
 from attn_dispatch.store import files
 from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
@@ -50,19 +46,6 @@ def test_help_has_an_example(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert f"examples:\n  attn-dispatch {name}" in done.stdout
     assert "--json" in done.stdout
-
-
-def test_the_example_of_a_fingerprint_matches_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")  # no line break inside a name
-    (shown,) = re.findall(r"--silicon (\S+)", export.EXAMPLE)
-    h100 = Gpu(0, "H100", None, (9, 0), 132, 50 * 2**20, 80 * 2**30, None, mig=False, shared_memory_bytes=None)
-    epyc = Cpu("AMD EPYC 9004", ("avx2",), 2, 2, 2, None, None, 2**30)
-    assert silicon_of(h100).startswith(shown)
-    parser = argparse.ArgumentParser()
-    export.configure(parser)
-    named = re.findall(r"c\w+-[a-z0-9-]+", parser.format_help())
-    assert len(named) == 2
-    assert all(any(silicon_of(item).startswith(each) for item in (h100, epyc)) for each in named)
 
 
 def test_help_names_the_commands(tmp_path: Path) -> None:
@@ -101,48 +84,34 @@ def test_no_torch(measured: tuple[Path, dict[str, Any]]) -> None:
         (("profile",), "--quick"),
         (("profile", "--quick", "--causal"), "--shape"),
         (("profile", "--quick", "--full"), "not allowed with"),
-        (("profile", *SMALL, "--budget", "0"), "expected a number of seconds > 0, got '0'"),
+        (("profile", *SMALL, "--budget", "0"), "expected a number > 0, got '0'"),
         (("profile", *SMALL, "--from", "x"), "remove --shape"),
         (("profile", "--from", "no-such-file"), "--from no-such-file: cannot be read"),
         (("profile", *SMALL, "--tokens", "3"), "unrecognized arguments"),
         (("inspect", "--regret", "--key", "3f"), "not allowed with"),
         (("inspect", "--thresholds", "--regret"), "not allowed with"),
-        (("inspect", "--thresholds", "--key", "3f"), "not allowed with"),
         (("explain",), "give the length of the sequence"),
         (("explain", "--lengths", "4k:2k"), "expected A:B with A <= B, got '4k:2k'"),
-        (("explain", "--lengths", "-4"), "got '-4'"),
         (("explain", "--lengths", "4x"), "expected an integer >= 1 such as 4096 or 4k, got '4x'"),
         (("explain", "--shape", "1,64,2"), "expected batch,length,heads,head_dim"),
         (("explain", *SMALL, "--dtype", "int8"), "expected some of float16, bfloat16, float32, float64"),
         (("explain", *SMALL, "--segments", "16"), "--segments and --dilations go together"),
         (("explain", *SMALL, "--segments", "16", "--dilations", "1", "--window", "3"), "give one of them"),
         (("explain", *SMALL, "--grid", "8,8"), "--grid needs --window"),
-        (("explain", *SMALL, "--window", "1,2,3,4"), "got 4 numbers"),
+        (("explain", *SMALL, "--window", "1,2,3,4"), "is LEFT,RIGHT,SINKS"),
         (("explain", *SMALL, "--window", "8", "--causal"), "RIGHT = 0 is causal"),
+        (("profile", *SMALL), "$ATTN_DISPATCH_MODE must be one of"),
+        (("explain", *SMALL, "--backend", "fast"), "got 'fast'"),
+        (("explain", "--lengths", "64", "--device", "abacus"), "device must be one of cpu"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = command(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "more", "message"),
-    [
-        (("profile", *SMALL), {"ATTN_DISPATCH_MODE": "fast"}, "$ATTN_DISPATCH_MODE must be one of"),
-        (("doctor",), {"ATTN_DISPATCH_BUDGET_MS": "long"}, "$ATTN_DISPATCH_BUDGET_MS must be a number"),
-        (("explain", *SMALL, "--backend", "fast"), {}, "got 'fast'"),
-        (("explain", "--lengths", "64", "--device", "abacus"), {}, "device must be one of cpu"),
-    ],
-)
-def test_wrong_settings(arguments: tuple[str, ...], more: dict[str, str], message: str, tmp_path: Path) -> None:
+    more = {"ATTN_DISPATCH_MODE": "fast"} if "ATTN_DISPATCH_MODE" in message else {}
     done = command(tmp_path, *arguments, **more)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert not done.stdout
 
 
 # --- profile, inspect, explain ----------------------------------------------------------------------------------------
@@ -152,8 +121,6 @@ def test_profile_prints_its_decisions(measured: tuple[Path, dict[str, Any]]) -> 
     folder, printed = measured
     assert printed["folder"] == str(folder)
     assert printed["interrupted"] is False
-    titles = [decision["problem"] for decision in printed["decisions"]]
-    assert ["Dense()" in titles[0], "Dense(causal)" in titles[1]] == [True, True]
     for decision in printed["decisions"]:
         assert decision["source"] == "measured"
         chosen = [row for row in decision["candidates"] if row["status"] == "chosen"]
@@ -201,11 +168,8 @@ def test_profile_from_a_record(tmp_path: Path) -> None:
     assert (broken.returncode, f"{record}, line 1" in broken.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_profile_fails_where_it_cannot_store(before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_fails_where_it_cannot_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "decisions"
-    if before:  # an older decision is there
-        assert command(folder, "profile", *SMALL, "--quick").returncode == 0
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -223,8 +187,8 @@ def test_a_problem_that_no_backend_can_run(tmp_path: Path) -> None:
     done = command(tmp_path, "profile", *TOO_LONG, "--causal", "both")
     assert done.returncode == 1
     assert "no backend can run it" in done.stdout
-    assert done.stdout.count("no backend can run [1, 8589934592, 8, 64]") == 2
-    assert "sdpa: needs" in done.stdout
+    assert done.stdout.count("problem   [1, 8589934592, 8, 64]") == 2
+    assert "over memory" in done.stdout
     assert "not stored: no decision was measured" in done.stdout
     assert not list(tmp_path.iterdir())
     (decision,) = plain(command(tmp_path, "explain", *TOO_LONG, "--json"), code=1)["decisions"]
@@ -354,7 +318,7 @@ def test_inspect_regret(tmp_path: Path) -> None:
     (line,) = [line for line in done.stdout.splitlines() if group["title"] in line]
     assert line.split("   ")[-1].strip() == f"{100 * group['confidence']:.0f} %"
     assert ["8.3 %", "25.0 %", "25.0 %", group["worst_key"][:10], "67 %"] == re.split(r"\s{2,}", line)[3:8]
-    assert "too little evidence in 1 of 1 groups" in done.stdout
+    assert "too little evidence" in done.stdout
 
 
 def test_inspect_regret_needs_evidence(tmp_path: Path) -> None:
@@ -368,25 +332,18 @@ def test_inspect_regret_needs_evidence(tmp_path: Path) -> None:
         assert printed["total"]["mean"] is None
 
 
-def test_a_closed_output_pipe(measured: tuple[Path, dict[str, Any]]) -> None:
-    process = subprocess.Popen(
-        [*COMMAND, "inspect"], env=surroundings(measured[0]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    with process.stderr:
-        assert process.stderr.read() == ""
-    assert process.wait(timeout=60) == 1
+FULL = "attn-dispatch inspect: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize(
-    ("to", "code", "said"), [(">&-", 0, ""), (">/dev/full", 1, "inspect: [Errno 28] No space left on device\n")]
+    ("to", "reader", "said"), [(">&-", "", "0\n"), (">/dev/full", "", f"{FULL}1\n"), ("", "| true", "1\n")]
 )
-def test_an_output_that_cannot_be_written(to: str, code: int, said: str, measured: tuple[Path, dict[str, Any]]) -> None:
-    line = f"{shlex.join([*COMMAND, 'inspect'])} {to}"
+def test_an_output_that_cannot_be_written(
+    to: str, reader: str, said: str, measured: tuple[Path, dict[str, Any]]
+) -> None:
+    line = f"{{ sleep 0.2; {shlex.join([*COMMAND, 'inspect'])} {to}; echo $? >&2; }} {reader}"
     done = subprocess.run(line, shell=True, env=surroundings(measured[0]), capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.removeprefix("attn-dispatch ")) == (code, said)
+    assert done.stderr == said
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -395,6 +352,9 @@ def test_an_output_that_cannot_be_written(to: str, code: int, said: str, measure
 def row(backend: str, status: str, median_ms: float | None = None, rounds: int = 99, **more: Any) -> Row:
     times = dict.fromkeys(("median_ms", "low_ms", "high_ms"), median_ms)
     return Row(backend=backend, order="natural", status=status, reason="", rounds=rounds, **times, **more)
+
+
+PAIRED: dict[str, Any] = {"ratio_low": 2.3, "ratio": 2.4, "ratio_high": 2.5}
 
 
 def found(*rows: Row, choice: str | None = "a", **more: Any) -> list[str]:
@@ -409,7 +369,7 @@ def found(*rows: Row, choice: str | None = "a", **more: Any) -> list[str]:
     ("cells", "expected"),
     [
         (found(row("a", "chosen", 2.0), row("sdpa", "slower", 5.0)), ["a", "2 ms", "2.50x", "measured"]),
-        (found(row("a", "chosen", 2.0), row("sdpa", "slower", 5.0, ratio=2.4)), ["a", "2 ms", "2.40x", "measured"]),
+        (found(row("a", "chosen", 2.0), row("sdpa", "slower", 5.0, **PAIRED)), ["a", "2 ms", "2.40x", "measured"]),
         (
             found(row("a", "chosen", 2.0), row("sdpa_mask", "tie", 1.9, rounds=1), provisional="why"),
             ["a", "2 ms", "0.95x", "measured, provisional, 1 sample"],
@@ -423,8 +383,3 @@ def found(*rows: Row, choice: str | None = "a", **more: Any) -> list[str]:
 )
 def test_the_line_of_a_problem(cells: list[str], expected: list[str]) -> None:
     assert cells == expected
-
-
-def test_json_has_no_infinity_and_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json({"a": [math.inf, (-math.inf, 1.5)], "b": {"c": math.nan}})
-    assert json.loads(capsys.readouterr().out) == {"a": [None, [None, 1.5]], "b": {"c": None}}

@@ -22,11 +22,8 @@ from tests.support.commands import SMALL, command, plain, problems
 def test_doctor_reports_hardware_backends_and_the_store(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = measured
     report = plain(command(folder, "doctor", "--json", ATTN_DISPATCH_MODE="predict", ATTN_DISPATCH_BUDGET_MS="500"))
-    assert report["hardware"]["cpu"]["cores"] >= 1
-    assert report["devices"][0]["device"] == "cpu"
-    assert report["devices"][0]["silicon"].startswith("cpu-")
-    assert report["devices"][0]["free_bytes"] > 0
-    assert report["devices"][0]["dtype_reason"]
+    cpu = report["devices"][0]
+    assert (cpu["device"], cpu["silicon"].startswith("cpu-"), cpu["free_bytes"] > 0) == ("cpu", True, True)
     backends = {backend["name"]: backend for backend in report["backends"]}
     assert list(backends) == [*registry.BUILT_IN, registry.LAST_RESORT]
     assert all(backend["usable"] or backend["reason"] for backend in backends.values())
@@ -72,24 +69,18 @@ def quarantined(tmp_path: Path) -> Path:
 def test_doctor_lists_quarantined_versions(quarantined: Path, tmp_path: Path) -> None:
     shown = command(quarantined, "doctor").stdout.splitlines()
     start = next(index for index, text in enumerate(shown) if text.startswith("quarantine "))
-    since, title_and_reason = ["2025-01-02", "03:04", "lifted"], ["dense", "dq", "is", "wrong"]
+    since, what = ("2025-01-02", "03:04", "lifted"), ("dense", "dq", "is", "wrong")
     assert [text.split() for text in shown[start + 1 : start + 4]] == [
-        ["flash", "2.7", "incorrect", "all", *since, "cpu-one", *title_and_reason],
-        ["made_up", "-", "incorrect", "all", *since, "cpu-one", *title_and_reason],
-        ["flash", "2.7", "incorrect", "0123456789ab", *since, "cpu-two", *title_and_reason],
+        ["flash", "2.7", "incorrect", "all", *since, "cpu-one", *what],
+        ["made_up", "-", "incorrect", "all", *since, "cpu-one", *what],
+        ["flash", "2.7", "incorrect", "0123456789ab", *since, "cpu-two", *what],
     ]
-    in_fresh_thread = plain(command(quarantined, "doctor", "--json"))["quarantines"]
-    assert [(each["backend"], each["silicon"]) for each in in_fresh_thread] == [
-        ("flash", "cpu-one"), ("made_up", "cpu-one"), ("flash", "cpu-two"),
-    ]  # fmt: skip
-    assert in_fresh_thread[2].keys() == set(Entry.__struct_fields__)
-    assert {name: value for name, value in in_fresh_thread[2].items() if value} == {
-        "backend": "flash", "version": "2.7", "silicon": "cpu-two", "kind": "incorrect", "scope": "0123456789ab",
-        "reason": "dq is wrong", "title": "dense", "created": "2025-01-02T03:04:05Z",
-    }  # fmt: skip
-    nothing = command(tmp_path / "empty", "doctor")
-    assert "\nquarantine none\n" in nothing.stdout
-    assert plain(command(tmp_path / "empty", "doctor", "--json"))["quarantines"] == []
+    found = plain(command(quarantined, "doctor", "--json"))["quarantines"]
+    assert [(each["backend"], each["silicon"], each["scope"]) for each in found] == [
+        *(("flash", "cpu-one", ""), ("made_up", "cpu-one", ""), ("flash", "cpu-two", "0123456789ab")),
+    ]
+    assert all(each.keys() == set(Entry.__struct_fields__) for each in found)
+    assert "\nquarantine none\n" in command(tmp_path / "empty", "doctor").stdout
 
 
 def test_doctor_lifts(quarantined: Path) -> None:
@@ -104,9 +95,6 @@ def test_doctor_lifts(quarantined: Path) -> None:
     assert every["quarantines"] == []
     again = command(quarantined, "doctor", "--lift", "all")
     assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is in quarantine\n", "")
-    unknown = command(quarantined, "doctor", "--lift", "flash")
-    assert unknown.returncode == 1
-    assert "in quarantine: nothing" in unknown.stderr
 
 
 def test_doctor_reports_entries_that_cannot_be_lifted(

@@ -72,7 +72,5 @@ def test_invalid_problems_are_refused() -> None:
         problems("--shape", "1,64,4,16", "--grid", "6,6", "--window", "3")
     with pytest.raises(InvalidInput, match=r"window must be odd on every axis, got \(4, 4\)"):
         problems("--shape", "1,64,4,16", "--grid", "8,8", "--window", "4")
-    with pytest.raises(InvalidInput, match="--edges and --stride are for --grid, which is not given"):
-        problems("--shape", "1,64,4,16", "--stride", "2")
     with pytest.raises(InvalidInput, match="overflow"):
         problems("--shape", "999999999,99999999999,8,64")

@@ -1,4 +1,4 @@
-"""`inspect --thresholds`, its plots, and `profile --thresholds`."""
+"""`inspect --thresholds` and `profile --thresholds`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from msgspec.structs import replace
 
 from attn_dispatch import profiling
 from attn_dispatch.cli import main
-from attn_dispatch.cli import options as shapes
-from attn_dispatch.cli.plots import HEIGHT, WIDTH, curve
 from attn_dispatch.cli.thresholds import threshold_text
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.thresholds import Threshold
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.spec.pattern import Dilated, Neighborhood
+from attn_dispatch.spec.pattern import Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
@@ -69,8 +65,6 @@ def test_inspect_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
     assert unknown == "needs more lengths: 2 at least"
     assert never == "never (up to 1,024 measured)"
     assert lines[0] == f"silicon   {made_up.SILICON}"
-    assert sum("tokens" in line and line.startswith("   ") for line in lines) == 2  # plots
-    assert sum("^" in line for line in lines) == 1
     assert max(map(len, lines)) <= 150
 
 
@@ -135,53 +129,6 @@ def test_thresholds_are_sorted_by_pattern_first(folder: Path, capsys: pytest.Cap
     assert [int(row[2]) for row in rows] == [each["head_dim"] for each in found] == [32, 64, 128] * 2
 
 
-# --- plots ------------------------------------------------------------------------------------------------------------
-
-
-def columns(lines: list[str]) -> list[str]:
-    """What stands in each column, from the top."""
-    return ["".join(each) for each in zip(*(line[10:].ljust(WIDTH + 1) for line in lines[:HEIGHT]))]
-
-
-def test_a_plot() -> None:
-    lines = curve([(1000, 0.4, 0.5, 0.8), (2000, 0.8, 1.0, 1.5), (4000, 1.5, 2.0, 2.5)], 2000)
-    first, middle, last = (columns(lines)[at] for at in (0, WIDTH // 2, WIDTH))
-    assert (first.count("o"), middle.count("o"), last.count("o")) == (1, 1, 1)
-    one = next(row for row, line in enumerate(lines) if line.lstrip().startswith("1.00x"))
-    assert middle[one] == "o"
-    assert first.index("o") > one > last.index("o")
-    assert middle.strip("|o ") == ""
-    assert lines[0].startswith("  2.50x")
-    assert lines[HEIGHT - 1].startswith("  0.40x")
-    assert lines[HEIGHT][10 + WIDTH // 2] == "^"
-    assert lines[HEIGHT][10] == lines[HEIGHT][10 + WIDTH] == "+"
-    assert lines[HEIGHT + 1].split() == ["1,000", "2,000", "4,000", "tokens"]
-    assert len(lines) == HEIGHT + 2
-
-
-def test_a_very_wide_interval_is_clipped_in_a_plot() -> None:
-    lines = curve([(1000, 0.9, 1.0, 1.1), (2000, 1e-9, 1.5, 1e9)])
-    assert columns(lines)[WIDTH].startswith("A")
-    assert columns(lines)[WIDTH].endswith("v")
-    assert lines[0].startswith("  2.25x")
-
-
-@pytest.mark.parametrize(
-    "points", [[(5, 1.0, 1.0, 1.0)], [(5, 1.0, 1.0, 1.0), (6, 1.0, 1.0, 1.0)], [(1, 0.1, 0.2, 9.0)]]
-)
-def test_a_plot_of_few_points(points: Any) -> None:
-    lines = curve(points, 1 << 40)
-    assert "".join(lines[:HEIGHT]).count("o") == len(points)
-
-
-def test_labels_do_not_overlap() -> None:
-    lines = curve([(n, 0.9, 1.0, 1.1) for n in range(100_000, 100_100)])
-    labels = lines[-1].split()
-    assert labels[0] == "100,000"
-    assert len(labels) < 12
-    assert set(labels[:-1]) <= {f"{n:,}" for n in range(100_000, 100_100)}
-
-
 # --- profile ----------------------------------------------------------------------------------------------------------
 
 
@@ -193,28 +140,9 @@ def test_a_grid_is_scaled_to_lengths() -> None:
     assert all(abs(math.log2(each.q_len / n)) < 0.1 for each, n in zip(found, (1024 << i for i in range(7))))
 
 
-@pytest.mark.parametrize(
-    ("grid", "tokens", "expected"),
-    [
-        ((64, 64), 4096, (64, 64)),
-        ((16, 64), 4096, (32, 128)),
-        ((8, 64, 64), 4096, (4, 32, 32)),
-        ((100,), 7, (7,)),
-        ((1, 64), 1, (1, 8)),
-    ],
-)
-def test_a_scaled_grid_has_the_same_proportions(grid: tuple[int, ...], tokens: int, expected: tuple[int, ...]) -> None:
-    assert shapes.scaled(grid, tokens) == expected
-
-
 def test_a_window_that_a_small_grid_clips_is_whole_in_a_large_one() -> None:
     found = problems("--grid", "4,4", "--window", "13", "--lengths", "16,1024")
     assert [each.pattern for each in found] == [Neighborhood((4, 4), (7, 7)), Neighborhood((32, 32), (13, 13))]
-
-
-def test_lengths_without_a_grid_are_as_before() -> None:
-    found = problems("--segments", "64,128", "--dilations", "1,2", "--lengths", "256:1k")
-    assert [(each.q_len, each.pattern) for each in found] == [(n, Dilated((64, 128), (1, 2))) for n in (256, 512, 1024)]
 
 
 @pytest.fixture
@@ -241,9 +169,7 @@ ARGUMENTS = ("profile", "--thresholds", "--grid", "64,64", "--window", "13", "--
 def test_profile_measures_lengths_and_prints_thresholds(
     profiled: list[Problem], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = silicon(torch.device("cpu"))
     store_all(folder, *planted(crossing(3000)))  # on another machine
-    store_all(folder, *(replace(each, silicon=here) for each in alike(16, 7)))  # of another family
     printed = output(capsys, *ARGUMENTS, "--lengths", "8k,1k,2k", "--causal", "both")
     assert [each.q_len for each in profiled] == [n * n for n in (32, 32, 45, 45, 91, 91)]
     assert "stored in " in printed
@@ -261,13 +187,6 @@ def test_profile_prints_json_for_default_lengths(profiled: list[Problem], capsys
     assert series["verdict"] == "above"
     assert abs(math.log2(series["tokens"] / 2000)) < 1
     assert len(printed["decisions"]) == 7
-
-
-def test_profile_prints_thresholds_only_with_the_option(
-    profiled: list[Problem], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [each for each in ARGUMENTS if each != "--thresholds"]
-    assert "thresholds" not in json.loads(output(capsys, *arguments, "--lengths", "1k,2k", "--json"))
 
 
 @pytest.mark.parametrize(

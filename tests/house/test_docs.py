@@ -10,7 +10,6 @@ import shlex
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,16 +50,6 @@ def blocks(page: str) -> list[Block]:
 
 def test_generated_parts_are_current() -> None:
     assert build.stale(build.made()) == [], "run `python -m tools.docs.build`"
-
-
-def test_what_is_not_current_is_named(tmp_path: Path) -> None:
-    (tmp_path / "one.md").write_text("old")
-    assert build.stale({tmp_path / "one.md": "new", tmp_path / "none.svg": ""}) == ["one.md", "none.svg"]
-
-
-def test_contents_of_blocks_are_replaced() -> None:
-    text = "a\n<!-- x: by hand -->\nold\n<!-- /x -->\nb <!-- y -->\n"
-    assert build.filled(text, {"x": "new"}) == f"a\n<!-- x: {build.MADE_BY} -->\nnew\n<!-- /x -->\nb <!-- y -->\n"
 
 
 def test_every_block_is_on_one_page() -> None:
@@ -191,11 +180,6 @@ def test_every_fenced_block_is_of_a_kind_that_is_checked() -> None:
     kinds = {block.kind for page in PAGES for block in blocks(page)}
     assert kinds == {"python", "sh", "bash", "text"}
     assert all(text.count("\n```") == 2 * len(blocks(page)) for page, text in PAGES.items())
-
-
-def test_commands_within_text_exist() -> None:
-    named = [name for text in PAGES.values() for name in re.findall(r"`attn-dispatch ([a-z]+)", text)]
-    assert set(named) == set(COMMANDS)
 
 
 # --- length -----------------------------------------------------------------------------------------------------------

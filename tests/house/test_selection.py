@@ -62,8 +62,3 @@ def test_every_pair_and_every_three_are_in_few_rows(size: int, most: int) -> Non
     for places in combinations(range(4), size):
         assert {tuple(row[n] for n in places) for row in few} == {tuple(row[n] for n in places) for row in rows}
     assert len(few) <= most  # of 72
-
-
-def test_every_value_is_taken_that_no_factor_tells_apart() -> None:
-    few = covering([(name, "same") for name in "abc"], lambda name, kind: {"kind": kind})
-    assert {name for name, _ in few} == {"a", "b", "c"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import shutil
-import struct
 import subprocess
 import sys
 import zipfile
@@ -14,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from attn_dispatch.backends import native
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library, run
-from attn_dispatch.kernels.native.tables import NativeTables
-from attn_dispatch.kernels.native.variants import FLAGS, SOURCE, VARIANTS, build
+from attn_dispatch.kernels.native.variants import VARIANTS, build
 from attn_dispatch.testing.cases import CASES
 from tests.support.calls import forget_native_library
 from tests.support.cases import gate
 from tests.support.distributions import built, copied, skip_without
+from tests.support.native_driver import Program
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -72,67 +70,13 @@ def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- aarch64, emulated ------------------------------------------------------------------------------------------------
 
 
-class Emulated:
-    """Stands for the loaded library: each call is a run of a program of another processor on a copy of the memory."""
-
-    def __init__(self, command: list[str], file: Path) -> None:
-        self.command, self.file = command, file
-        self.tensors: list[Tensor] = []  #: those that the arguments point into
-        self.calls = 0
-
-    def attention_forward(self, given: Any) -> None:
-        self._call(given._obj, backward=False)
-
-    def attention_backward(self, given: Any) -> None:
-        self._call(given._obj, backward=True)
-
-    def _call(self, args: library.Args, backward: bool) -> None:
-        storages = [tensor.untyped_storage() for tensor in self.tensors]
-        regions = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        for address in (args.lse, args.grad_lse):
-            if address:
-                regions.setdefault(address, 4 * args.batch * args.heads * args.q_len)
-        if args.sums:
-            heads = min(args.threads, args.batch * args.heads // args.group)
-            regions[args.sums] = 8 * heads * args.k_len * run.padded_width(args.head_dim)
-        head = struct.pack("=q", backward) + bytes(args) + struct.pack("=q", len(regions))
-        table = b"".join(struct.pack("=Qq", *region) for region in regions.items())
-        content = b"".join(ctypes.string_at(*region) for region in regions.items())
-        self.file.write_bytes(head + table + content)
-        subprocess.run([*self.command, str(self.file)], check=True, timeout=600)
-        content, at = self.file.read_bytes()[len(head + table) :], 0
-        for address, size in regions.items():
-            ctypes.memmove(address, content[at : at + size], size)
-            at += size
-        self.calls += 1
-
-
-@pytest.fixture
-def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
+def test_aarch64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator = next(filter(None, map(shutil.which, EMULATOR)), None)
     if shutil.which(CROSS) is None or emulator is None:
         pytest.skip(f"{CROSS} or {EMULATOR[0]} is not installed")
-    driver, program = ROOT / "tests" / "support" / "native_driver.cpp", tmp_path / "driver"
-    command = [CROSS, *FLAGS, f"-I{SOURCE.parent}", str(driver), "-o", str(program)]
-    subprocess.run([*command, "-static", "-fopenmp"], check=True)
-    found = Emulated([emulator, str(program)], tmp_path / "memory")
-    real = run.NativePasses.args
-
-    def args(self: run.NativePasses, made: library.Args, *first: Tensor, **views: Tensor) -> library.Args:
-        both = self.tables, run.forward_tables(self.problem)
-        tables = [getattr(each, name) for each in both for name in NativeTables.__dataclass_fields__]
-        every = [*first, *views.values(), *tables, self.seen, self.seq_lens]
-        found.tensors = [tensor for tensor in every if tensor is not None]
-        return real(self, made, *first, **views)
-
-    monkeypatch.setattr(run.NativePasses, "args", args)
-    monkeypatch.setattr(library, "load", lambda: found)
-    return found
-
-
-def test_aarch64(emulated: Emulated) -> None:
+    program = Program.used(monkeypatch, tmp_path, [CROSS], "-static", "-fopenmp", emulator=emulator)
     assert failures() == []
-    assert emulated.calls == 2 * len(CHOSEN) * len(run.DTYPES)
+    assert program.calls == 2 * len(CHOSEN) * len(run.DTYPES)
 
 
 # --- wheels -----------------------------------------------------------------------------------------------------------

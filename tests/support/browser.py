@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -33,7 +32,7 @@ class Page:
         self.requests: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
         nothing = {"latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
         self.send("Network.emulateNetworkConditions", offline=True, **nothing)
@@ -102,38 +101,6 @@ class Page:
         while not self.ask(f"Boolean({expression})"):
             assert time.monotonic() < end, f"never true: {expression}"
             time.sleep(0.02)
-
-    def press(self, key: str, text: str = "") -> None:
-        """Press and release a key."""
-        codes = {"Tab": 9, "Enter": 13, " ": 32}
-        what = {"key": key, "windowsVirtualKeyCode": codes[key], "text": text}
-        self.send("Input.dispatchKeyEvent", type="keyDown", **what)
-        self.send("Input.dispatchKeyEvent", type="keyUp", **what)
-
-    def write(self, text: str) -> None:
-        """Write into the element that has the focus."""
-        self.send("Input.insertText", text=text)
-
-    def names(self, role: str) -> list[str]:
-        """The names that a screen reader is given of all elements of a role."""
-        return [name for found, name in self._accessible() if found == role]
-
-    def roles(self) -> list[str]:
-        """The roles of all elements that a screen reader is given."""
-        return [role for role, _ in self._accessible()]
-
-    def _accessible(self) -> list[tuple[str, str]]:
-        nodes = (node for node in self.send("Accessibility.getFullAXTree")["nodes"] if not node.get("ignored"))
-        return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes]
-
-    def picture(self, path: Path, element: str = "html") -> None:
-        """Write what the page shows of the first element that fits a selector as a PNG."""
-        box = self.ask(
-            f"(({{x, y, width, height}}) => ({{x: x + scrollX, y: y + scrollY, width, height}}))"
-            f"(document.querySelector({json.dumps(element)}).getBoundingClientRect())"
-        )
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip={**box, "scale": 1})
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager

@@ -29,14 +29,17 @@ FILLED = pytest.mark.skipif(
 
 @dataclass
 class Planted(Backend):
-    """A backend with one flaw. `compute` is called as `run` is."""
+    """A backend with one flaw, which counts its calls. `compute` is called as `run` is."""
 
     compute: Callable[..., Result] = manual.run
     name: str = "planted"
     reasons: list[Refusal] = field(default_factory=list[Refusal])
+    edition: str = "1"
+    calls: int = 0
+    seen: list[Problem] = field(default_factory=list[Problem])
 
     def version(self) -> str:
-        return "1"
+        return self.edition
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         return self.reasons
@@ -44,7 +47,9 @@ class Planted(Backend):
     def workspace_bytes(self, problem: Problem) -> int:
         return 0
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        self.calls += 1
+        self.seen.append(problem)
         return self.compute(q, k, v, problem, **tensors)
 
 

@@ -1,10 +1,20 @@
-// Calls the native kernel in another processor's program: reads the arguments and the memory that they point to from a
-// file, and writes the memory back. tests/kernels/test_native_builds.py is the other side.
+// Calls the native kernel in another program, for another processor or under a sanitizer: reads the arguments and the
+// memory that they point to from a file, and writes the memory back. tests/support/native_driver.py is the other side.
 
 #include "attention.cpp"
 
 #include <cstdio>
+#include <thread>
 #include <vector>
+
+#if defined(OWN_THREADS) // which a sanitizer knows
+extern "C" void GOMP_parallel(void (*work)(void*), void* given, unsigned threads, unsigned) {
+    std::vector<std::thread> others;
+    for (unsigned i = 1; i < threads; i++) others.emplace_back(work, given);
+    work(given);
+    for (std::thread& each : others) each.join();
+}
+#endif
 
 struct Region { u64 address; i64 bytes; };
 
@@ -41,6 +51,7 @@ int main(int, char** names) {
     for (View* view : {&a.q, &a.k, &a.v, &a.out, &a.grad, &a.dq, &a.dk, &a.dv}) moved(view->data);
     moved(a.sums), moved(a.lse), moved(a.grad_lse), moved(a.tiles), moved(a.runs), moved(a.first_tile), moved(a.head_class);
     moved(a.seen), moved(a.seq_lens), moved(a.order), moved(a.listed), moved(a.lanes), moved(a.run_lanes);
+    moved(a.states), moved(a.slopes), moved(a.bias), moved(a.dbias);
     backward ? attention_backward(&a) : attention_forward(&a);
     std::fseek(file, start, SEEK_SET);
     for (i64 i = 0; i < count; i++) each(memory[i].data(), regions[i].bytes, file, true);

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from attn_dispatch.backends import manual
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.problem import Problem
-from tests.support import flaws
-from tests.support.flaws import all_but_the_last, changed, ignoring
+from tests.support.flaws import Planted, all_but_the_last, changed, ignoring
+
+__all__ = ["Planted"]
 
 Fault = Callable[..., Any]
 
@@ -54,20 +54,3 @@ def killed(*_: object, **__: object) -> Any:
 
 def hangs(*_: object, **__: object) -> Any:
     time.sleep(600)
-
-
-@dataclass
-class Planted(flaws.Planted):
-    """The reference with a fault, which counts its calls."""
-
-    edition: str = "1"
-    calls: int = 0
-    seen: list[Problem] = field(default_factory=list[Problem])
-
-    def version(self) -> str:
-        return self.edition
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
-        self.calls += 1
-        self.seen.append(problem)
-        return super().run(q, k, v, problem, **tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +82,6 @@ def test_a_refusal_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == [ATTEND]
 
 
-def test_memory_is_estimated_before() -> None:
-    natten = next(peer for peer in peer_calls.PEERS if peer.name == "NATTEN")
-    large = Cell("neighborhood", 2048**2, "float32", False).problem()
-    assert "needs about" in peer_cells.too_large(natten, large)
-    assert not peer_cells.too_large(natten, Cell("neighborhood", 16**2, "float32", False).problem())
-
-
 @pytest.mark.parametrize(
     "pattern", [Dense(is_causal=True), Window(1024, 0), Neighborhood((48, 48), (13, 13), edges="shift")]
 )
@@ -122,15 +114,6 @@ def test_a_call_over_the_limit_is_left_out() -> None:
     assert peers.too_slow(sdpa, long, {key: (short, 0.99 * peers.LIMIT_S * 1e3 / ratio)}) == ""
     assert "from 1,024 tokens" in peers.too_slow(sdpa, long, {key: (short, 1.01 * peers.LIMIT_S * 1e3 / ratio)})
     assert peers.too_slow(sdpa, long, {}) == ""
-
-
-def test_rows_are_chosen_by_their_titles() -> None:
-    cell = Cell("window", 4096, "bfloat16", True)
-    assert peers.wanted(cell, ["window", "4096", "local"]) == ["local-attention"]
-    assert peers.wanted(cell, ["window", "4,096", "local"]) == ["local-attention"], "as the pages print it"
-    assert peers.wanted(cell, ["float32"]) == []
-    assert peers.wanted(cell, []) == [peer.name for peer in peer_calls.peers_of("window")]
-    assert all(math.isqrt(each.tokens) ** 2 == each.tokens for each in peers.cells() if each.name == "neighborhood")
 
 
 def test_a_process_that_dies_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

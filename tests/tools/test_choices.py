@@ -76,11 +76,6 @@ def test_figures_of_made_up_times() -> None:
     assert found["single_best"] == "native"
 
 
-def test_a_choice_that_is_wrong_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="flex@natural was chosen for made up: out is off"):
-        bench.figures([problem(FIRST, "flex")])
-
-
 def test_a_judgement_times_every_candidate_that_can_run() -> None:
     one = Planned(Dense(is_causal=True), (2, 16, 2, 8), torch.float32, True, kv_heads=1, mask="seq_lens")
     found = choices.judgement(one, [], seconds=0.01)

@@ -48,17 +48,9 @@ def test_a_mark_stands_where_its_axes_say() -> None:
     times, gains = marks[:3], marks[3:]
     assert times[1][0] - times[0][0] == pytest.approx(times[2][0] - times[1][0])
     assert times[0][1] - times[1][1] == pytest.approx(times[1][1] - times[2][1])
-    heights = {
-        float(each.attrib["y"]) - 4: each.text for each in page.iter(f"{SVG}text") if each.get("text-anchor") == "end"
-    }
-    labels = {words: y for y, words in heights.items()}
-    assert times[1][1] == pytest.approx(labels["10"], abs=0.1)
-    assert gains[1][1] == pytest.approx(labels["1.2"], abs=0.1)
-    # A bar from half to twice a ratio is four times high.
-    bars = [
-        each for each in page.iter(f"{SVG}line") if each.get("x1") == each.get("x2") and each.get("stroke") == "#d55e00"
-    ]
-    assert len(bars) == 3
+    # Bars from half to twice a ratio are four times high.
+    lines = (each for each in page.iter(f"{SVG}line") if each.get("stroke") == "#d55e00")
+    bars = [each for each in lines if each.get("x1") == each.get("x2")]
     tall = float(bars[0].attrib["y1"]) - float(bars[0].attrib["y2"])
     unit = (gains[0][1] - gains[1][1]) / math.log(1.2)
     assert tall == pytest.approx(unit * math.log(4), rel=0.02)

@@ -61,10 +61,3 @@ def test_the_list_loads_no_torch() -> None:
     code = "import sys\nfrom tools.lib.listing import main\nmain('bench', [])\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.split()[-1] == "False", done.stderr
-
-
-def test_a_name_that_is_not_there() -> None:
-    done = module("tools.bench", "speed")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "choose from" in done.stderr
-    assert "longnet" in done.stderr

@@ -98,10 +98,3 @@ def test_the_command_compares_with_the_last_quick_run() -> None:
     done = subprocess.run(command, cwd=suite.ROOT, capture_output=True, text=True, check=True)
     assert "rows in both: " in done.stdout.splitlines()[-1]
     assert suite.latest() in (suite.LAST_QUICK, suite.RESULTS)
-
-
-def test_results_name_the_commit() -> None:
-    here = subprocess.run(["git", "rev-parse", "HEAD"], cwd=suite.ROOT, capture_output=True, text=True, check=False)
-    if here.returncode:
-        pytest.skip("this is no git repository")
-    assert here.stdout.startswith(common.commit().removesuffix("-dirty"))

@@ -13,7 +13,6 @@ from attn_dispatch.text import printable
 
 EXAMPLE = """examples:
   attn-dispatch doctor
-  attn-dispatch doctor --json | jq '.backends[] | select(.usable | not)'
   attn-dispatch doctor --lift flash
       trials include this backend again"""
 
@@ -39,13 +38,12 @@ def _lift(name: str, *, as_json: bool) -> int:
     left = [entry for each in machine.excluded() for entry in each.entries()]
     if as_json:
         print_json({"lifted": machine.to_dicts(lifted), "quarantines": machine.to_dicts(left)})
-    for entry in () if as_json else lifted:
-        version = f" {entry.version}" if entry.version else ""
-        print(f"lifted    {entry.backend}{version} on {entry.silicon}: {entry.reason}")
-    remaining = [entry for entry in left if backend in (None, entry.backend)]
-    if not remaining and (lifted or backend is None):
-        if not lifted and not as_json:
+    else:
+        for each in lifted:
+            print(f"lifted    {each.backend} {each.version or '-'} on {each.silicon}: {each.reason}")
+        if not lifted and not left:
             print("nothing is in quarantine")
+    if not any(backend in (None, entry.backend) for entry in left) and (lifted or backend is None):
         return 0
     names = ", ".join(dict.fromkeys(entry.backend for entry in left)) or "nothing"
     what = "not all was lifted" if lifted else "nothing was lifted"
@@ -54,16 +52,8 @@ def _lift(name: str, *, as_json: bool) -> int:
 
 
 def _lines(report: machine.Report) -> list[str]:
+    excluded = [line for each in machine.exclusions(report) for line in each.lines()]
     hint = [machine.LIFT_HINT] if report["quarantines"] or report["strikes"] else []
-    return [
-        *machine.lines(report),
-        "",
-        *machine.devices(report).lines(),
-        "",
-        *machine.backends(report).lines(),
-        "",
-        *(line for each in machine.exclusions(report) for line in each.lines()),
-        *hint,
-        "",
-        *(f"{name:9} {value}" for name, value in machine.state(report)),
-    ]
+    parts = (machine.lines(report), machine.devices(report).lines(), machine.backends(report).lines(), excluded + hint)
+    state = [f"{name:9} {value}" for name, value in machine.state(report)]
+    return [*(line for part in parts for line in [*part, ""]), *state]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import sys
 
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     folder = existing_cache_folder()
     silicon, key = args.silicon.strip().lower(), args.key.strip().lower()
     if not os.path.lexists(folder):
-        raise AttnDispatchError(f"nothing is written: {folder} cannot be read ({os.strerror(errno.ENOENT)})")
+        raise AttnDispatchError(f"nothing is written: {folder} cannot be read (No such file or directory)")
     found = [decision for _, decision in stored.decisions(folder, silicon=silicon, key=key)]
     if not found and (silicon or key):
         print(f"attn-dispatch export: no decision in {folder} matches --silicon and --key", file=sys.stderr)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attn_dispatch.cli import urls
 from attn_dispatch.cli.tables import Table, print_json
@@ -27,55 +27,44 @@ EXAMPLE = """examples:
 OUTCOMES = ("added", "merged", "unchanged", "refused")
 
 
-class Source(NamedTuple):
-    """One argument: the outcome of each of its decisions, what was refused with reasons, the silicons of `native`."""
+class Outcome(NamedTuple):
+    """What became of a decision; of one that is refused, what it is and why."""
 
-    name: str
-    outcomes: list[str]
-    refused: list[Refused]
-    native: set[str]
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {how: self.outcomes.count(how) for how in OUTCOMES}
+    how: str
+    what: str = ""
+    reason: str = ""
+    native: str = ""  #: the silicon, where `native` runs it
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("places", metavar="FILE-or-URL", nargs="+",
-        help="a file that export wrote, a single decision, a folder of either, or a URL (with ://)")  # fmt: skip
+    places = "a file that export wrote, a single decision, a folder of either, or a URL (with ://)"
+    parser.add_argument("places", metavar="FILE-or-URL", nargs="+", help=places)
 
 
 def run(args: argparse.Namespace) -> int:
     folder = existing_cache_folder()
-    sources = [_import(name, Store(folder)) for name in args.places]
-    kernel = _native(set.union(*(source.native for source in sources)))
+    sources = [(name, [_outcome(found, Store(folder)) for found in _decisions(name)]) for name in args.places]
+    every = [outcome for _, found in sources for outcome in found]
+    refused = [each for each in every if each.how == "refused"]
+    kernel = _native({each.native for each in every} - {""})
     if args.json:
-        total = {how: sum(source.counts[how] for source in sources) for how in OUTCOMES}
-        print_json({"folder": str(folder), "native": kernel, **total, "sources": list(map(_to_dict, sources))})
+        made = [{"name": name, **_counts(found), "reasons": _reasons(found)} for name, found in sources]
+        print_json({"folder": str(folder), "native": kernel, **_counts(every), "sources": made})
     else:
-        rows = [[source.name, *map(str, source.counts.values())] for source in sources]
+        rows = [[name, *map(str, _counts(found).values())] for name, found in sources]
         print(*Table(("from", *OUTCOMES), rows, {0}).lines(), "", sep="\n")
-        for what, reason in (refused for source in sources for refused in source.refused):
-            print(printable(f"refused   {what}: {reason}"))
+        for each in refused:
+            print(printable(f"refused   {each.what}: {each.reason}"))
         print(f"stored in {folder}", *([f"native: {kernel}"] if kernel else []), sep="\n")
-    return 1 if any(source.refused for source in sources) else 0
+    return 1 if refused else 0
 
 
-def _to_dict(source: Source) -> dict[str, Any]:
-    reasons = [{"what": what, "reason": reason} for what, reason in source.refused]
-    return {"name": source.name, **source.counts, "reasons": reasons}
+def _counts(found: Sequence[Outcome]) -> dict[str, int]:
+    return {how: sum(each.how == how for each in found) for how in OUTCOMES}
 
 
-def _import(name: str, store: Store) -> Source:
-    source = Source(name, [], [], set())
-    for found in _decisions(name):
-        how = found if isinstance(found, Refused) else _store(found, store)
-        if isinstance(how, Refused):
-            source.refused.append(how)
-        elif isinstance(found, Decision) and found.choice == "native":
-            source.native.add(found.silicon)
-        source.outcomes.append("refused" if isinstance(how, Refused) else how)
-    return source
+def _reasons(found: Sequence[Outcome]) -> list[dict[str, str]]:
+    return [{"what": each.what, "reason": each.reason} for each in found if each.how == "refused"]
 
 
 def _native(silicons: set[str]) -> str | None:
@@ -115,13 +104,18 @@ def _decisions(name: str) -> Iterator[Decision | Refused]:
             yield each._replace(what=f"{path}, {each.what}") if isinstance(each, Refused) else each
 
 
-def _store(decision: Decision, store: Store) -> str | Refused:
-    what = f"{decision.silicon}, key {decision.key}"
-    if is_of_another_problem(decision):
-        return Refused(what, "its key is not that of its problem")
+def _outcome(found: Decision | Refused, store: Store) -> Outcome:
+    if isinstance(found, Refused):
+        return Outcome("refused", *found)
+    what, why = f"{found.silicon}, key {found.key}", ""
+    if is_of_another_problem(found):
+        why = "its key is not that of its problem"
     try:
-        return store.add(from_elsewhere(decision, "imported"))
+        if not why:
+            how = store.add(from_elsewhere(found, "imported"))
+            return Outcome(how, native=found.silicon if found.choice == "native" else "")
     except OSError as error:
-        return Refused(what, f"cannot be stored: {error.strerror or error}")
+        why = f"cannot be stored: {error.strerror or error}"
     except Damaged as error:
-        return Refused(what, str(error))
+        why = str(error)
+    return Outcome("refused", what, why)

@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_dispatch import settings
 from attn_dispatch.cli import regrets, stored, thresholds
-from attn_dispatch.cli.tables import HEAD, KEY_DIGITS, Table, cells, print_json
+from attn_dispatch.cli.tables import decided, print_json, when
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store.decision import Decision
@@ -20,12 +20,8 @@ EXAMPLE = """examples:
   attn-dispatch inspect
   attn-dispatch inspect --key 3f9a
       one decision in full; keys are in the first column of the table
-  attn-dispatch inspect --regret
-      each decision predicted from the others of its group
   attn-dispatch inspect --thresholds
-      lengths above which a token order such as hilbert is faster, with a plot; 'profile --thresholds' measures"""
-
-Stored = tuple[Path, Decision]
+      lengths above which a token order such as hilbert is faster; 'profile --thresholds' measures"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,28 +65,24 @@ def _to_dict(path: Path, decision: Decision) -> dict[str, Any]:
 
 def _print_one(path: Path, decision: Decision) -> None:
     elsewhere = f" on another machine ({decision.origin})" if decision.origin else ""
-    when = f"measured  {_when(decision)} UTC{elsewhere}"
-    print(Explanation.of(decision), "", when, f"silicon   {decision.silicon}", sep="\n")
+    made = f"measured  {when(decision)} UTC{elsewhere}"
+    print(Explanation.of(decision), "", made, f"silicon   {decision.silicon}", sep="\n")
     print(f"stored in {path}")
 
 
-def _print_groups(found: list[Stored]) -> None:
+def _print_groups(found: list[tuple[Path, Decision]]) -> None:
     by_silicon = sorted(found, key=lambda pair: pair[1].silicon)  # stable: the newest stay first
     for silicon, group in groupby(by_silicon, key=lambda pair: pair[1].silicon):
-        pairs = list(group)
-        devices = dict.fromkeys(Explanation.of(decision).device for _, decision in pairs)
-        print(*(printable(f"device    {device}") for device in devices), f"silicon   {silicon}", "", sep="\n")
-        print(*_table(pairs).lines(), "", sep="\n")
-        folder = next(folder for folder in pairs[0][0].parents if folder.name == silicon)
-        print(f"stored in {folder}", "", sep="\n")
+        paths, decisions = zip(*group)
+        for device in dict.fromkeys(Explanation.of(decision).device for decision in decisions):
+            print(printable(f"device    {device}"))
+        print(
+            f"silicon   {silicon}",
+            "",
+            *decided(decisions).lines(),
+            "",
+            f"stored in {paths[0].parents[1]}",
+            "",
+            sep="\n",
+        )
     print(f"{len(found)} decisions; 'attn-dispatch inspect --key KEY' shows one in full")
-
-
-def _table(pairs: list[Stored]) -> Table:
-    """A row for each decision: its key, what a row of `profile` has, and when it was measured."""
-    rows = [[each.key[:KEY_DIGITS], *cells(Explanation.of(each)), _when(each)] for _, each in pairs]
-    return Table(("key", *HEAD, "measured (UTC)"), rows, {0, 1, 2, 5, 6})
-
-
-def _when(decision: Decision) -> str:
-    return decision.created[:16].replace("T", " ")

@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.cli import options
@@ -32,77 +29,80 @@ EXAMPLE = """examples:
   attn-dispatch limits --shape 1,8k,16/4,128 --causal --backward --backend all --memory 8GiB
       a training step, as on a device of 8 GiB; a row for each backend
   attn-dispatch limits --lengths 64k:1M --window 4k --max-seconds 10
-      in calls of 10 s at most
 
-Ctrl-C prints what was found; so does SIGTERM."""
+Ctrl-C prints what was found."""
 
 START = 1024  #: tokens, without --shape, --lengths and --grid
 LONGEST = 2**40  #: tokens
-ALL = "all"
 HEAD = ("backend", "longest", "peak memory", "besides tensors", "time", "tokens/s", "by estimate", "did not run", "why")
 LEFT = {0, 8}
 EXPLAINED = (
     "longest: to 1/8; peak memory: q, k, v and results included, besides tensors: the rest of it; by estimate: the",
     "longest whose declared memory fits; did not run: the shortest tried above the longest",
 )
-
-GUESSED = (
-    "not measured yet: the first call of attend() measures, and may take another backend; --backend all tries each"
-)
+GUESSED = "not measured yet: the first call of attend() measures, and may take another backend"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    options.add_options(
-        parser,
-        "The search goes upward from N of --shape, by default 1024, or from the least to the largest of --lengths.",
-    )
+    upward = "The search goes upward from N of --shape, by default 1024, or from the least to the largest of --lengths."
+    options.add_options(parser, upward)
     add = parser.add_argument
     backend = "this one, or 'all' for a row each; by default what attend() takes at each length without measuring"
     add("--backend", metavar="NAME", help=backend)
-    add("--memory", metavar="SIZE", type=options.size,
-        help="for q, k, v, results and workspace together, such as 8GiB; by default, and at most, 80 %% of what is "
-        "free")  # fmt: skip
-    add("--max-seconds", metavar="S", type=options.positive, default=60.0,
-        help="of one call: lengths that would take longer are not tried; by default %(default)g")  # fmt: skip
+    memory = "for q, k, v, results and workspace together, such as 8GiB; by default, and at most, 80 %% of what is free"
+    add("--memory", metavar="SIZE", type=options.size, help=memory)
+    seconds = "of one call: lengths that would take longer are not tried; by default %(default)g"
+    add("--max-seconds", metavar="S", type=options.positive, default=60.0, help=seconds)
 
 
 def run(args: argparse.Namespace) -> int:
-    single = list(_singles(args))
+    from rich.console import Console
+
+    from attn_dispatch.cli.longest import Tried
+
     device = options.device_of(args)
     memory_bytes = _memory(args, device)
-    searches: list[Search] = []
+    begun: list[Search] = []
     interrupted, failed = False, None
     try:
-        with _interrupted_by_sigterm():
-            _search(args, single, memory_bytes, searches)
-    except KeyboardInterrupt:
-        interrupted = True
-        print("interrupted: what was found so far follows", file=sys.stderr)
-    except (AttnDispatchError, OSError, RuntimeError) as error:
-        if not any(each.tried for each in searches):
+        with Console(stderr=True).status("") as status:
+
+            def report(each: str | Tried) -> None:
+                if isinstance(each, Tried):
+                    status.console.print(printable(_progress(each)), markup=False, highlight=False, soft_wrap=True)
+                else:
+                    status.update(f"trying {each}")
+
+            for search in _searches(args, memory_bytes, report):
+                begun.append(search)
+                search.run()
+    except (KeyboardInterrupt, AttnDispatchError, OSError, RuntimeError) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        failed = None if interrupted else one_line(error)
+        if failed is not None and not any(each.tried for each in begun):
             raise
-        failed = one_line(error)
-        print(f"attn-dispatch limits: {failed}; what was found so far follows", file=sys.stderr)
+        print(f"attn-dispatch limits: {failed or 'interrupted'}; what was found so far follows", file=sys.stderr)
     if args.json:
-        found = [_to_dict(each) for each in searches]
-        print_json({"device": str(device), "memory_bytes": memory_bytes, "max_seconds": args.max_seconds,
-                    "interrupted": interrupted, "error": failed, "limits": found})  # fmt: skip
+        found = {"device": str(device), "memory_bytes": memory_bytes, "max_seconds": args.max_seconds}
+        print_json(found | {"interrupted": interrupted, "error": failed, "limits": list(map(_to_dict, begun))})
     else:
-        print(*map(printable, _lines(searches, device, memory_bytes)), sep="\n")
-    return 1 if interrupted or failed is not None or any(each.longest is None for each in searches) else 0
+        print(*map(printable, _lines(begun, device, memory_bytes)), sep="\n")
+    return 1 if interrupted or failed is not None or any(each.longest is None for each in begun) else 0
 
 
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM does what Ctrl-C does. Only the main thread can set it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _searches(args: argparse.Namespace, memory_bytes: int, report: Callable[[str | Tried], None]) -> list[Search]:
+    """A search for each combination of the listed values and each backend: all checked before the first one runs."""
+    from attn_dispatch.cli.longest import Search
+    from attn_dispatch.kernels import registry
+
+    found = []
+    for each in _singles(args):
+        start, most = math.prod(args.grid) if args.grid else each.shape[0].length, LONGEST
+        if args.lengths:
+            start, most = min(args.lengths), getattr(args.lengths, "last", max(args.lengths))
+        for name in registry.names() if args.backend == "all" else (args.backend,):
+            found.append(Search(partial(_problem, each), start, most, name, memory_bytes, args.max_seconds, report))
+    return found
 
 
 def _singles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
@@ -112,13 +112,6 @@ def _singles(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     for shape, dtype, causal, backward in product(shapes, args.dtype or [None], *switches):
         given = {"shape": shape and [shape], "dtype": dtype and [dtype], "causal": causal, "backward": backward}
         yield argparse.Namespace(**{**vars(args), **given})
-
-
-def _range(args: argparse.Namespace) -> tuple[int, int]:
-    """The length to start with, and the longest."""
-    if args.lengths:
-        return min(args.lengths), getattr(args.lengths, "last", max(args.lengths))
-    return (math.prod(args.grid) if args.grid else args.shape[0].length), LONGEST
 
 
 def _problem(args: argparse.Namespace, tokens: int) -> Problem:
@@ -133,37 +126,9 @@ def _memory(args: argparse.Namespace, device: torch.device) -> int:
     free = available_bytes(device)
     most = int(MEMORY_SHARE * free)
     if args.memory is not None and args.memory > most:
-        raise InvalidInput(
-            f"--memory may be {gib(most)} at most, {MEMORY_SHARE:.0%} of the {gib(free)} free on {device}, "
-            f"got {gib(args.memory)}"
-        )
+        share = f"{MEMORY_SHARE:.0%} of the {gib(free)} free on {device}"
+        raise InvalidInput(f"--memory may be {gib(most)} at most, {share}, got {gib(args.memory)}")
     return most if args.memory is None else int(args.memory)
-
-
-def _search(
-    args: argparse.Namespace, singles: list[argparse.Namespace], memory_bytes: int, searches: list[Search]
-) -> None:
-    from rich.console import Console
-
-    from attn_dispatch.cli.longest import Search, Tried
-    from attn_dispatch.kernels import registry
-
-    with Console(stderr=True).status("") as status:
-
-        def report(each: str | Tried) -> None:
-            if isinstance(each, Tried):
-                status.console.print(printable(_progress(each)), markup=False, highlight=False, soft_wrap=True)
-            else:
-                status.update(f"trying {each}")
-
-        names = registry.names() if args.backend == ALL else (args.backend,)
-        made = [  # all of them first: a wrong value of the last one's is said at once
-            Search(partial(_problem, single), *_range(single), name, memory_bytes, args.max_seconds, report=report)
-            for single, name in product(singles, names)
-        ]
-        for each in made:
-            searches.append(each)
-            each.run()
 
 
 def _progress(tried: Tried) -> str:
@@ -173,18 +138,13 @@ def _progress(tried: Tried) -> str:
     return f"{start}: {milliseconds(tried.seconds * 1e3)}, memory {_bytes(tried.peak_bytes)}"
 
 
-# --- output -----------------------------------------------------------------------------------------------------------
-
-
 def _lines(searches: list[Search], device: torch.device, memory_bytes: int) -> list[str]:
-    groups: dict[str, list[list[str]]] = {}
-    for each in searches:
-        groups.setdefault(_title(each), []).append(_cells(each))
-    lines = iter(Table(HEAD, [row for rows in groups.values() for row in rows], LEFT).lines())
+    lines = iter(Table(HEAD, list(map(_cells, searches)), LEFT).lines())
     found = [f"device   {device}, {gib(memory_bytes)} at most", "", next(lines)]
-    for title, rows in groups.items():
-        found += ["", title, *(next(lines) for _ in rows)]
-    return [*found, "", *EXPLAINED, *([GUESSED] if any(each.guessed for each in searches) else [])]
+    for title, group in groupby(searches, _title):
+        found += ["", title, *(next(lines) for _ in group)]
+    found += ["", *EXPLAINED]
+    return [*found, GUESSED] if any(each.guessed for each in searches) else found
 
 
 def _title(search: Search) -> str:
@@ -195,11 +155,11 @@ def _title(search: Search) -> str:
 
 def _cells(search: Search) -> list[str]:
     best, failed = search.longest, search.stopped_by
-    backend = (best and best.backend) or (failed and failed.backend) or search.backend or "-"
+    backend = next((each.backend for each in (best, failed) if each and each.backend), search.backend or "-")
     cells = [backend, *"-" * 5]
     if best is not None and best.seconds is not None:
-        cells = [backend, f"{best.tokens:,}", _bytes(best.peak_bytes), _bytes(best.above_bytes),
-                 milliseconds(best.seconds * 1e3), f"{_speed(search, best):,.0f}"]  # fmt: skip
+        times = [milliseconds(best.seconds * 1e3), f"{_speed(search, best):,.0f}"]
+        cells = [backend, f"{best.tokens:,}", _bytes(best.peak_bytes), _bytes(best.above_bytes), *times]
     cells.append("-" if search.estimate is None else f"{search.estimate:,}")
     if failed is None:
         return [*cells, "-", "the longest that was asked for" if search.complete else "not finished"]

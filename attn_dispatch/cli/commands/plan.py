@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_dispatch.cli import options
-from attn_dispatch.cli.tables import Table, print_json
+from attn_dispatch.cli.tables import Table, compact, print_json
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.text import gib, milliseconds, printable
@@ -50,14 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", metavar="H", type=options.count, help="of k and v; by default as many as q has")
     add("--head-dim", metavar="D", type=options.count, default=options.DEFAULT.head_dim, help="by default %(default)s")
     add("--batch", metavar="B", type=options.count, default=1, help="by default %(default)s")
-    add("--dtype", metavar="T", type=options.dtypes, help="by default as for 'attn-dispatch profile'")
-    add("--device", metavar="D", help="device of every rank; by default CUDA where available")
     layout = "one chunk for each rank, or an early and a late one, which balances causal work"
     add("--layout", choices=KINDS, default=KINDS[0], help=layout)
-    add("--backward", action="store_const", const="yes", help="predict forward and backward")
     add("--lse", action="store_true", help="return lse; with --backward, lse has a gradient too")
-    options.add_patterns(add)
-    add("--causal", action="store_const", const="yes", help="mask the keys after each query")
+    options.add_others(add)
 
 
 class RankForecasts(NamedTuple):
@@ -67,12 +63,24 @@ class RankForecasts(NamedTuple):
     lengths: tuple[int, ...]
     forecasts: list[Forecast]
 
+    @property
+    def best(self) -> Forecast | None:
+        """The fastest one; None without times."""
+        timed = [each for each in self.forecasts if each.seconds is not None]
+        return min(timed, key=lambda each: each.seconds or 0.0, default=None)
+
 
 def run(args: argparse.Namespace) -> int:
     problem = _problem(args)
-    rate = _rate(args, problem)
+    from attn_dispatch.ring.plan.rates import Rate, rate_near  # here, so that usage errors do not wait for torch
+
+    nearest = rate_near(problem, -(-problem.q_len // max(args.ranks))) if args.rate is None else None
+    rate = nearest if args.rate is None else Rate(args.rate * 1e12, "--rate")
     if rate is None:
-        print(f"attn-dispatch plan: no time is predicted: {_no_rate(problem)}", file=sys.stderr)
+        dtype, heads = str(problem.dtype).removeprefix("torch."), f"{problem.heads}/{problem.kv_heads}"
+        more = f"attn-dispatch profile --shape {problem.batch},8k,{heads},{problem.head_dim} --dtype {dtype}"
+        why = f"no stored decision in {dtype} is large enough: give --rate, or measure with '{more}'"
+        print(f"attn-dispatch plan: no time is predicted: {why}", file=sys.stderr)
     plans = _plans(args, problem, rate)
     if args.json:
         print_json(_to_dict(args, problem, rate, plans))
@@ -85,28 +93,13 @@ def _problem(args: argparse.Namespace) -> Problem:
     """The problem of the whole sequence."""
     if (args.tokens is None) == (args.grid is None):
         raise InvalidInput("give the length of the sequence: --tokens N or --grid H,W, not both")
-    if args.dtype is not None and len(args.dtype) > 1:
-        raise InvalidInput(f"--dtype takes one, got {', '.join(args.dtype)}")
     tokens = math.prod(args.grid) if args.tokens is None else args.tokens
     shape = options.Shape(args.batch, tokens, args.heads, args.kv_heads or args.heads, args.head_dim)
     args.shape, args.lengths = [shape], None
-    (problem,) = options.problems_of(args)
+    problem, *others = options.problems_of(args)
+    if others:
+        raise InvalidInput("a plan is for one problem: --dtype takes one, --causal and --backward not 'both'")
     return replace(problem, return_lse=args.lse)
-
-
-def _rate(args: argparse.Namespace, problem: Problem) -> Rate | None:
-    from attn_dispatch.ring.plan.rates import Rate, rate_near
-
-    if args.rate is not None:
-        return Rate(args.rate * 1e12, "--rate")
-    return rate_near(problem, -(-problem.q_len // max(args.ranks)))
-
-
-def _no_rate(problem: Problem) -> str:
-    shape = f"{problem.batch},8k,{problem.heads}/{problem.kv_heads},{problem.head_dim}"
-    dtype = str(problem.dtype).removeprefix("torch.")
-    what = f"no stored decision in {dtype} is large enough: give --rate"
-    return f"{what}, or measure with 'attn-dispatch profile --shape {shape} --dtype {dtype}'"
 
 
 def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> list[RankForecasts]:
@@ -126,11 +119,6 @@ def _plans(args: argparse.Namespace, problem: Problem, rate: Rate | None) -> lis
     return found
 
 
-def _best(plan: RankForecasts) -> Forecast | None:
-    timed = [each for each in plan.forecasts if each.seconds is not None]
-    return min(timed, key=lambda each: each.seconds or 0.0, default=None)
-
-
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
@@ -145,10 +133,9 @@ def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
 
 
 def _cells(problem: Problem, plan: RankForecasts, forecast: Forecast, first: RankForecasts) -> list[str]:
-    start = [str(plan.ranks), forecast.exchange]
-    if forecast.memory is None:
+    start, memory, best, base = [str(plan.ranks), forecast.exchange], forecast.memory, plan.best, first.best
+    if memory is None:
         return [*start, *"-" * 7, f"no: {forecast.reason}"]
-    memory, best, base = forecast.memory, _best(plan), _best(first)
     figures = [memory.peak_bytes, memory.buffer_bytes, forecast.shipped_bytes or 0, forecast.shipped_total_bytes or 0]
     times, speed = ["-"] * 3, _speed(problem, forecast)
     if forecast.seconds and speed and base is not None and base.seconds:
@@ -161,7 +148,7 @@ def _to_dict(
 ) -> dict[str, Any]:
     return {
         "problem": problem.to_dict(),
-        "title": " ".join(str(problem).split()),
+        "title": compact(str(problem)),
         "layout": args.layout,
         "link_bytes_per_s": args.link * 1e9,
         "rate": None if rate is None else {"operations": rate.operations_per_s, "source": rate.source, "key": rate.key},
@@ -169,16 +156,15 @@ def _to_dict(
             {
                 "ranks": plan.ranks,
                 "tokens": list(plan.lengths),
-                "fastest": getattr(_best(plan), "exchange", None),
-                "exchanges": [_forecast_dict(problem, each) for each in plan.forecasts],
+                "fastest": None if plan.best is None else plan.best.exchange,
+                "exchanges": [
+                    {**asdict(each), "serves": not each.reason, "tokens_per_s": _speed(problem, each)}
+                    for each in plan.forecasts
+                ],
             }
             for plan in plans
         ],
     }
-
-
-def _forecast_dict(problem: Problem, forecast: Forecast) -> dict[str, Any]:
-    return {**asdict(forecast), "serves": not forecast.reason, "tokens_per_s": _speed(problem, forecast)}
 
 
 def _speed(problem: Problem, forecast: Forecast) -> float | None:

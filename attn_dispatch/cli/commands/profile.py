@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds, urls
-from attn_dispatch.cli.tables import full_table, left_for_full, no_backend, print_json, refused_by_all, winners
+from attn_dispatch.cli.tables import HEAD, Table, cells, print_json, refused_by_all
 from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_of, family_title
+from attn_dispatch.learning.speedups import SpeedupSeries, all_series
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.store.folder import Store
@@ -28,8 +28,6 @@ EXAMPLE = """examples:
   attn-dispatch profile --quick
   attn-dispatch profile --lengths 1k:32k --causal both --backward
       causal and not, at 1024, 2048, .. 32768 tokens, as in training
-  attn-dispatch profile --shape 2,16k,16/4,128 --segments 2k,4k,8k --dilations 1,2,4 --causal
-      dilated attention with grouped heads
   attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
       13 x 13 neighborhoods on grids of about 1024, 2048, .. 65536 tokens
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
@@ -37,7 +35,7 @@ EXAMPLE = """examples:
   attn-dispatch profile --standard --share FILE
       a profile for all machines of this kind; CONTRIBUTING.md says where to send it
   attn-dispatch profile --from problems.jsonl
-      those that record("problems.jsonl") wrote in a run, most of the budget for those that took most time
+      those that record("problems.jsonl") wrote in a run
 
 Ctrl-C prints the decisions so far; they stay stored."""
 
@@ -53,84 +51,76 @@ def configure(parser: argparse.ArgumentParser) -> None:
     effort = parser.add_mutually_exclusive_group()
     quick = "spend 2 s per problem; without problem options: a few problems of every kind, in under a minute"
     full = "the same, for as long as it takes"
-    standard = (
-        "for a profile of all machines of this kind: every pattern, octave of lengths, dtype and direction; about 20 "
-        "minutes"
-    )
+    standard = "a profile for all machines of this kind: each pattern, octave of lengths, dtype, direction; 20 minutes"
     for name, text in (("--quick", quick), ("--full", full), ("--standard", standard)):
         effort.add_argument(name, action="store_true", help=text)
     add = parser.add_argument
-    add("--thresholds", action="store_true",
-        help="find the length above which another token order is faster: measures each problem at --lengths, by "
-        f"default {DEFAULT_LENGTHS}, shortest first, so that longer ones get the rest of the budget")  # fmt: skip
+    lengths = f"measures at --lengths, by default {DEFAULT_LENGTHS}, shortest first"
+    above = "find the length above which another token order is faster"
+    add("--thresholds", action="store_true", help=f"{above}: {lengths}")
     budget = "for all problems together; by default 10 s per problem"
-    add("--budget", metavar="SECONDS", type=_seconds, help=budget)
+    add("--budget", metavar="SECONDS", type=options.positive, help=budget)
     add("--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote")
     sharded = "under torchrun: shard each problem's sequence over all ranks, in contiguous or zigzag chunks"
     add("--sharded", choices=KINDS, help=sharded)
     add("--force", action="store_true", help="measure again problems that have a decision")
     share = "then write this device's decisions for others, without paths or names; alone, measures nothing"
     add("--share", metavar="FILE", type=urls.target, help=share)
-    add("--verbose", action="store_true", help="list every candidate of every problem")
+    add("--verbose", action="store_true", help="print every decision with all candidates")
 
 
 def run(args: argparse.Namespace) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    _check_ranks(args, ranks)
-    problems = [] if _only_shares(args) else _problems(args)
-    explanations: list[Explanation] = []
-    interrupted = False
-    try:
-        if problems:
-            problems = _measured(args, problems, ranks, explanations)
-    except KeyboardInterrupt:
-        interrupted = True
-    unstored = Store(settings.cache_folder()).why_unstored()
-    if explanations and all(each.choice is None for each in explanations):
-        unstored = unstored or "no decision was measured"
-    if ranks > 1 and os.environ.get("RANK", "0") != "0":
-        return 1 if interrupted or unstored else 0  # only rank 0 prints
-    if interrupted:
-        done = f"{len(explanations)} of {len(problems)} problems are decided"
-        print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
-    with urls.beside(args.share or ""):
-        _print(args, problems, explanations, interrupted, unstored)
-    return 1 if interrupted or unstored or any(explanation.choice is None for explanation in explanations) else 0
-
-
-def _check_ranks(args: argparse.Namespace, ranks: int) -> None:
     if args.sharded and ranks == 1:
         raise InvalidInput("--sharded needs ranks: torchrun --nproc_per_node=N -m attn_dispatch profile ...")
     if args.share and ranks > 1:
         raise InvalidInput("--share writes the decisions of one process: leave it, or run without torchrun")
+    problems = _problems(args)
+    if args.sharded:
+        problems = [replace(problem, ranks=ranks) for problem in problems]
+    found: list[Explanation] = []
+    interrupted = False
+    try:
+        if problems:
+            _measure(args, problems, ranks, found)
+    except KeyboardInterrupt:
+        interrupted = True
+    unstored = Store(settings.cache_folder()).why_unstored()
+    if found and all(each.choice is None for each in found):
+        unstored = unstored or "no decision was measured"
+    if ranks > 1 and os.environ.get("RANK", "0") != "0":
+        return 1 if interrupted or unstored else 0  # only rank 0 prints
+    if interrupted:
+        done = f"{len(found)} of {len(problems)} problems are decided"
+        print(f"interrupted: {done}; run the same command to measure the rest", file=sys.stderr)
+    with urls.beside(args.share or ""):
+        series = _series(problems) if args.thresholds else None
+        if args.json:
+            made: dict[str, Any] = {"decisions": [explanation.to_dict() for explanation in found]}
+            made |= {"folder": str(settings.cache_folder()), "interrupted": interrupted, "unstored": unstored or None}
+            made |= {} if series is None else {"thresholds": thresholds.to_dicts(series)}
+            print_json(made | ({"shared": _share(args)} if args.share else {}))
+        else:
+            _print(args, found, unstored, series)
+    return 1 if interrupted or unstored or any(each.choice is None for each in found) else 0
 
 
-def _measured(
-    args: argparse.Namespace, problems: list[Problem], ranks: int, explanations: list[Explanation]
-) -> list[Problem]:
-    """Measure the problems and return them, with `ranks` set where they are sharded."""
+def _measure(args: argparse.Namespace, problems: list[Problem], ranks: int, found: list[Explanation]) -> None:
+    """Measure the problems; what is decided is added to `found`."""
     from attn_dispatch.profiling import profile, profile_over  # here, so that usage errors do not wait for torch
     from attn_dispatch.ring.link import world
 
     how: dict[str, Any] = {
         "budget_s": _budget(args, len(problems)),
-        "report": lambda _, explanation: explanations.append(explanation),
-        "weights": None if args.record is None else [args.weights[problem] for problem in problems],
+        "force": args.force,
+        "report": lambda _, explanation: found.append(explanation),
+        "weights": getattr(args, "weights", None),
     }
     if ranks == 1:
-        profile(problems, force=args.force, **how)
-        return problems
-    if args.sharded:
-        problems = [replace(problem, ranks=ranks) for problem in problems]
+        profile(problems, **how)
+        return
     with world(problems[0].device.type):
-        profile_over(problems, kind=args.sharded or KINDS[0], force=args.force, **how)
-    return problems
-
-
-def _only_shares(args: argparse.Namespace) -> bool:
-    effort = args.quick or args.full or args.standard or args.budget is not None or args.force
-    named = args.thresholds or args.record is not None or options.given(args)
-    return bool(args.share) and not effort and not named
+        profile_over(problems, kind=args.sharded or KINDS[0], **how)
 
 
 def _share(args: argparse.Namespace) -> dict[str, Any]:
@@ -149,16 +139,19 @@ def _share(args: argparse.Namespace) -> dict[str, Any]:
     return {"place": args.share, "silicon": here, "decisions": len(decisions), "left_out": left_out}
 
 
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
 def _problems(args: argparse.Namespace) -> list[Problem]:
+    used = options.given(args)
     if args.standard:
-        if options.given(args) or args.record is not None or args.thresholds:
+        if used or args.record is not None or args.thresholds:
             raise InvalidInput("--standard names the problems: remove --from, --thresholds and options of problems")
         from attn_dispatch.spec.shapes import standard_problems
 
         return standard_problems(options.device_of(args))
     if args.thresholds:
         return _at_lengths(args)
-    used = options.given(args)
     if args.record is not None:
         if used:
             raise InvalidInput(f"--from reads the problems from a file: remove {', '.join(used)}")
@@ -167,6 +160,8 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
         from attn_dispatch.spec.shapes import quick_problems
 
         return quick_problems(options.device_of(args))
+    if args.share and not used and args.budget is None and not args.force:
+        return []  # alone, it writes what is stored
     if not options.has_length(args):
         raise InvalidInput(
             "give the problems to measure: --shape B,N,H,D, --lengths A:B, --grid H,W or --from RECORD; "
@@ -180,10 +175,8 @@ def _at_lengths(args: argparse.Namespace) -> list[Problem]:
     if args.record is not None:
         raise InvalidInput("--thresholds takes its problems from --lengths: remove --from")
     if not (args.grid or args.segments):
-        raise InvalidInput(
-            "--thresholds needs a pattern with another token order: --grid H,W with --window, or --segments with "
-            "--dilations"
-        )
+        orders = "--grid H,W with --window, or --segments with --dilations"
+        raise InvalidInput(f"--thresholds needs a pattern with another token order: {orders}")
     args.lengths = args.lengths or options.lengths(DEFAULT_LENGTHS)
     found = sorted(options.problems_of(args), key=lambda problem: problem.q_len)
     if len({problem.q_len for problem in found}) < MIN_LENGTHS:
@@ -192,27 +185,25 @@ def _at_lengths(args: argparse.Namespace) -> list[Problem]:
 
 
 def _recorded(args: argparse.Namespace) -> list[Problem]:
-    """The recorded problems, those first that took most time; `args.weights` then has that of each."""
+    """The recorded problems; `args.weights` then has the time that each took."""
     from attn_dispatch.machine.devices import resolve
     from attn_dispatch.profiling import weights_of_uses
     from attn_dispatch.store.problem_files import read_record
 
-    path, device = args.record, args.device
     try:
-        uses = read_record(path, None if device is None else resolve(device))
+        uses = read_record(args.record, None if args.device is None else resolve(args.device))
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"--from {path}: cannot be read ({error})") from error
+        raise InvalidInput(f"--from {args.record}: cannot be read ({error})") from error
     if not uses:
-        raise InvalidInput(f"--from {path}: contains no problem")
-    args.weights = dict(zip(uses, weights_of_uses(uses)))
-    return sorted(uses, key=lambda problem: -args.weights[problem])
+        raise InvalidInput(f"--from {args.record}: contains no problem")
+    args.weights = weights_of_uses(uses)
+    return list(uses)
 
 
 def _budget(args: argparse.Namespace, count: int) -> float | None:
-    if args.budget is not None:
-        return float(args.budget)
-    if args.full:
-        return None
+    budget: float | None = args.budget
+    if budget is not None or args.full:
+        return budget
     if args.standard:
         return STANDARD_S
     if args.quick and args.record is None and not options.given(args):
@@ -220,76 +211,53 @@ def _budget(args: argparse.Namespace, count: int) -> float | None:
     return count * (QUICK_EACH_S if args.quick else EACH_S)
 
 
-def _seconds(text: str) -> float:
-    return options.positive(text, "a number of seconds")
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:
-    """The stored series of these problems' families: of these lengths, and of those measured before."""
-    families, store = set(map(_family, problems)), Store(settings.cache_folder())
-    groups = dict.fromkeys((silicon, group) for silicon, group, _ in families)
-    found = all_series(decision for address in groups for decision in store.group(*address))
-    return [each for each in found if (each.silicon, each.group, family_title(each.family)) in families]
-
-
-def _family(problem: Problem) -> tuple[str, str, str]:
+    """The stored series of these problems' devices: of these lengths, and of those measured before."""
     from attn_dispatch.machine.hardware import silicon
-    from attn_dispatch.spec.groups import group_of
 
-    plain = problem.to_dict()
-    return silicon(problem.device), group_of(plain), family_title(family_of(plain))
+    here = {silicon(problem.device) for problem in problems}
+    return all_series(each for _, each in Store(settings.cache_folder()).all() if each.silicon in here)
 
 
 def _print(
-    args: argparse.Namespace,
-    problems: Sequence[Problem],
-    explanations: Sequence[Explanation],
-    interrupted: bool,
-    unstored: str,
+    args: argparse.Namespace, found: Sequence[Explanation], unstored: str, series: Sequence[SpeedupSeries] | None
 ) -> None:
     """Print the decisions, the thresholds and what is shared, as far as they were asked for."""
-    series = _series(problems) if args.thresholds else None
-    if args.json:
-        found: dict[str, Any] = {"decisions": [explanation.to_dict() for explanation in explanations]}
-        found |= {"folder": str(settings.cache_folder()), "interrupted": interrupted, "unstored": unstored or None}
-        found |= {} if series is None else {"thresholds": thresholds.to_dicts(series)}
-        print_json(found | ({"shared": _share(args)} if args.share else {}))
-        return
-    _print_tables(explanations, args.verbose)
-    if explanations:
-        print(_summary(explanations, unstored))
+    if len(found) == 1 or args.verbose:
+        print(*found, sep="\n\n", end="\n\n" if found else "")
+    else:
+        _print_winners(found)
+    if found:
+        print(_summary(found, unstored))
     if series is not None:
         print("", *thresholds.lines(series), sep="\n")
     if args.share:
         shared = _share(args)
-        print(f"{shared['decisions']} decisions of {shared['silicon']} written to {args.share}")
+        print(f"{shared['decisions']} decisions of {shared['silicon']} written to {shared['place']}")
         print(*(f"left out  {count}: {why}\n" for why, count in shared["left_out"].items()), sep="", end="")
 
 
-def _print_tables(explanations: Sequence[Explanation], verbose: bool) -> None:
-    """A decision in full; of several, a line each, after what the machine cannot run or the budget did not cover."""
-    if len(explanations) == 1:
-        print(explanations[0], end="\n\n")
-        return
-    for device in dict.fromkeys(explanation.device for explanation in explanations):
-        here = [explanation for explanation in explanations if explanation.device == device]
-        found = full_table(here) if verbose else [*_left_out(here), *winners(here).lines()]
-        print(printable(f"device    {device}"), "", *found, "", sep="\n")
-    for explanation in explanations:
+def _print_winners(found: Sequence[Explanation]) -> None:
+    """A line for each decision, after what the machine cannot run."""
+    for device in dict.fromkeys(explanation.device for explanation in found):
+        here = [explanation for explanation in found if explanation.device == device]
+        rows = Table(HEAD, list(map(cells, here)), {0, 1, 4}).lines()
+        print(printable(f"device    {device}"), "", *_left_out(here), *rows, "", sep="\n")
+    for explanation in found:
         if explanation.choice is None:
-            print(*no_backend(explanation), "", sep="\n")
+            print(explanation, end="\n\n")
 
 
 def _left_out(explanations: Sequence[Explanation]) -> list[str]:
-    """Once: which backends are not for this machine, and which need more time than there was."""
+    """Once: which backends are not for this machine."""
     refused = refused_by_all(explanations)
     elsewhere = [name for name, reason in refused.items() if needs_cuda(reason)]
     lines = [f"  {name}: {reason}" for name, reason in refused.items() if name not in elsewhere]
-    found = [folded(printable(line)) for line in [*lines, *(f"  {line}" for line in cuda_only(elsewhere))]]
-    found = ["not for this machine or these problems:", *found, ""] if found else []
-    longer = ", ".join(f"{name} ({count})" for name, count in left_for_full(explanations).items())
-    more = folded(f"not measured in this time, by number of problems; --full does: {longer}")
-    return [*found, *([more, ""] if longer else [])]
+    lines = [folded(printable(line)) for line in [*lines, *(f"  {line}" for line in cuda_only(elsewhere))]]
+    return ["not for this machine or these problems:", *lines, ""] if lines else []
 
 
 def _summary(explanations: Sequence[Explanation], unstored: str) -> str:

@@ -27,22 +27,20 @@ def run(args: argparse.Namespace) -> int:
     from attn_dispatch.cli.report import plots
 
     plots.library()  # at once: the rest takes seconds
-    from attn_dispatch.cli.report.page import page  # here, with torch
+    from attn_dispatch.cli.report.page import can_be_shown, page  # here, with torch
 
     folder = cache_folder()
-    decisions = sorted(
-        (decision for _, decision in stored.decisions(folder)), key=lambda each: each.created, reverse=True
-    )
+    every = [decision for _, decision in stored.decisions(folder)]
+    shown = sorted(filter(can_be_shown, every), key=lambda each: each.created, reverse=True)
+    if len(shown) < len(every):
+        print(f"attn-dispatch report: {len(every) - len(shown)} decisions cannot be shown", file=sys.stderr)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    text, left_out = page(decisions, machine.examined(), made=made, version=version("attn-dispatch"))
+    text = page(shown, machine.examined(), made=made, version=version("attn-dispatch"))
     content = text.encode(errors="backslashreplace")
-    for reason in left_out:
-        print(f"attn-dispatch report: left out, since it cannot be shown: {reason}", file=sys.stderr)
-    shown = len(decisions) - len(left_out)
     urls.write(args.output, content)
     with urls.beside(args.output):
         if args.json:
-            print_json({"path": args.output, "bytes": len(content), "decisions": shown, "folder": str(folder)})
+            print_json({"path": args.output, "bytes": len(content), "decisions": len(shown), "folder": str(folder)})
         else:
-            print(f"{shown} decisions in {args.output} ({len(content) / 1e6:.2f} MB)")
+            print(f"{len(shown)} decisions in {args.output} ({len(content) / 1e6:.2f} MB)")
     return 0

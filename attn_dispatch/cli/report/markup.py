@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from attn_dispatch.cli.tables import Table
 
-VOID = frozenset({"input", "link", "meta"})  #: elements without content
-
 
 class Html(str):
     """Markup that is safe as it stands."""
@@ -16,7 +14,7 @@ class Html(str):
     __slots__ = ()
 
 
-def element(name: str, /, *content: str, **attributes: str | int | float | bool | None) -> Html:
+def element(name: str, /, *content: str, **attributes: str | int | bool | None) -> Html:
     """An element; texts that are not `Html` are escaped. `class_` is class, `data_n` data-n; None adds nothing."""
     words = [name]
     for key, value in attributes.items():
@@ -24,7 +22,7 @@ def element(name: str, /, *content: str, **attributes: str | int | float | bool 
             key = key.rstrip("_").replace("_", "-")
             words.append(key if value is True else f'{key}="{html.escape(str(value))}"')
     start = f"<{' '.join(words)}>"
-    return Html(start if name in VOID else f"{start}{join(content)}</{name}>")
+    return Html(start if name in ("link", "meta") else f"{start}{join(content)}</{name}>")
 
 
 def join(parts: Iterable[str]) -> Html:
@@ -32,17 +30,16 @@ def join(parts: Iterable[str]) -> Html:
     return Html("".join(part if isinstance(part, Html) else html.escape(part) for part in parts))
 
 
-def table(made: Table, marked: int | None = None) -> Html:
-    """A table in a box that scrolls sideways, also by keyboard; one row may be marked. A row's first cell names it."""
+def table(made: Table) -> Html:
+    """A table in a box that scrolls, also by keyboard. A row's first cell names it."""
     if not made.rows:
         return element("p", made.nothing)
-    kinds = ["n" if at not in made.left else None for at in range(len(made.head))]
+    kinds = [None if at in made.left else "n" for at in range(len(made.head))]
     head = [element("th", name, scope="col", class_=kind) for name, kind in zip(made.head, kinds)]
     rows = [
-        element("tr", element("th", row[0], scope="row"), *map(_cell, row[1:], made.head[1:], kinds[1:]),
-                class_="marked" if at == marked else None)
-        for at, row in enumerate(made.rows)
-    ]  # fmt: skip
+        element("tr", element("th", row[0], scope="row"), *map(_cell, row[1:], made.head[1:], kinds[1:]))
+        for row in made.rows
+    ]
     inner = [element("caption", made.caption), element("thead", element("tr", *head)), element("tbody", *rows)]
     return element("div", element("table", *inner), class_="scroll", role="region", aria_label=made.caption, tabindex=0)
 

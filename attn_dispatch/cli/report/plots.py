@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import cycle
 from typing import Any, NamedTuple
 
 from attn_dispatch.errors import AttnDispatchError
-from attn_dispatch.spec.orders import EXCHANGES, NATURAL, ORDERS
 
-SHAPES = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross")
 SOFT, LINE = "var(--soft)", "var(--line)"  #: colours of page.css: plots follow the theme without being drawn anew
-DASHED = ([7, 4], [2, 3], [9, 3, 2, 3], [4, 2], [12, 3], [5, 2, 1, 2], [1, 4], [9, 2, 2, 2, 2, 2], [3, 6])
-#: Solid in natural order, another one in each other order.
-DASHES = {NATURAL: [1, 0], **dict(zip((each for each in (*ORDERS, *EXCHANGES) if each != NATURAL), cycle(DASHED)))}
 TOKENS = "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
-MS = "format(datum.value / 1000, '.3~s') + 's'"
 BYTES = (
     "datum.value < 1073741824 ? format(datum.value / 1048576, '.3~r') + ' MiB' : "
     "format(datum.value / 1073741824, '.3~r') + ' GiB'"
 )
-TIMES = "format(datum.value, '.3~g') + 'x'"
+X = {
+    "field": "tokens",
+    "type": "quantitative",
+    "scale": {"type": "log", "base": 2, "nice": False, "padding": 12},
+    "axis": {"labelExpr": TOKENS, "title": "tokens", "grid": False, "labelOverlap": "greedy"},
+}
 
 
 class Panel(NamedTuple):
@@ -35,19 +33,11 @@ class Panel(NamedTuple):
     reference: float | None = None
 
 
-TIME = Panel("Time of one call", "ms", MS)
-GAIN = Panel("SDPA's time / this time: above 1 is faster", "gain", TIMES, reference=1.0)
-MEMORY = Panel("Peak memory of one call", "bytes", BYTES, base=2, has_interval=False)
-ORDER = Panel("Time in natural order / time in this order: above 1 is faster", "gain", TIMES, reference=1.0)
-
-
-class Look(NamedTuple):
-    """How a candidate is drawn."""
-
-    name: str
-    colour: str
-    shape: str
-    dash: Sequence[int]
+PANELS = (
+    Panel("Time of one call", "ms", "format(datum.value / 1000, '.3~s') + 's'"),
+    Panel("SDPA's time / this time: above 1 is faster", "gain", "format(datum.value, '.3~g') + 'x'", reference=1.0),
+    Panel("Peak memory of one call", "bytes", BYTES, base=2, has_interval=False),
+)
 
 
 def library() -> Any:
@@ -59,9 +49,8 @@ def library() -> Any:
     try:
         return import_module("vl_convert")
     except ImportError as error:
-        raise AttnDispatchError(
-            f'the plots need vl-convert-python: pip install "attn-dispatch[report]" ({error})'
-        ) from error
+        install = 'pip install "attn-dispatch[report]"'
+        raise AttnDispatchError(f"the plots need vl-convert-python: {install} ({error})") from error
 
 
 def runtime() -> str:
@@ -73,70 +62,59 @@ def runtime() -> str:
     return found
 
 
-def compiled(panels: Sequence[Panel], looks: Sequence[Look]) -> dict[str, Any]:
-    """Panels above each other as Vega, on logarithmic axes, with one legend; a click there fades the other candidates.
+def compiled(backends: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
+    """The panels above each other as Vega, on logarithmic axes, with legends; a click there fades the other backends.
 
-    The page fills in the data `points` (name, tokens, the panels' fields, a text) and `marks` (tokens with a text),
-    and the signal `names`: those of the points.
+    The page fills in the data `points`: name, backend, order, tokens, the panels' fields, and a text.
+
+    Args:
+        backends, orders: of all points, the natural order first: each has a colour and a shape, or a dash.
     """
+    scales = {"color": backends, "shape": backends, "strokeDash": orders}
+    names = {"color": "backend", "shape": "backend", "strokeDash": "order"}
+    looks = {
+        channel: {"field": names[channel], "type": "nominal", "title": None, "scale": {"domain": list(domain)}}
+        for channel, domain in scales.items()
+    }
+    config = {
+        "view": {"stroke": None},
+        "axis": {"labelColor": SOFT, "titleColor": SOFT, "tickColor": LINE, "domainColor": LINE, "gridColor": LINE},
+        "title": {"color": SOFT, "anchor": "start", "fontWeight": "normal"},
+        "legend": {"labelColor": "var(--ink)", "labelLimit": 300, "symbolSize": 110, "orient": "bottom", "columns": 6},
+        "range": {"category": {"scheme": "tableau20"}},
+    }
     found: dict[str, Any] = library().vegalite_to_vega({
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "background": None,
-        "params": [{"name": "names", "value": []}],
         "data": {"name": "points"},
-        "vconcat": [_panel(each, looks, is_first=each is panels[0]) for each in panels],
-        "config": {
-            "view": {"stroke": None},
-            "axis": {"labelColor": SOFT, "titleColor": SOFT, "tickColor": LINE, "domainColor": LINE, "gridColor": LINE},
-            "title": {"color": SOFT, "anchor": "start", "fontWeight": "normal"},
-            "legend": {"labelColor": "var(--ink)", "labelLimit": 300, "symbolSize": 110},
-        },
+        "vconcat": [_panel(each, looks, is_first=each is PANELS[0]) for each in PANELS],
+        "config": config,
     })  # fmt: skip
     return found
 
 
-def _panel(panel: Panel, looks: Sequence[Look], *, is_first: bool) -> dict[str, Any]:
-    names = [each.name for each in looks]
-
-    def by_name(values: Sequence[Any], **more: Any) -> dict[str, Any]:
-        scale = {"domain": names, "range": list(values)}
-        return {"field": "name", "type": "nominal", "scale": scale, "title": None, **more}
-
-    legend = {"orient": "bottom", "values": {"expr": "names"}, "columns": {"expr": "max(1, floor(width / 150))"}}
-    colour = by_name([each.colour for each in looks], legend=legend)
-    dash = by_name([each.dash for each in looks], legend=legend)
-    shape = by_name([each.shape for each in looks], legend=legend)
-    value, low = _y(panel, panel.field), _y(panel, f"{panel.field}_low")
-    span = {"y": low, "y2": {"field": f"{panel.field}_high"}, "color": colour}
-    picked = {"name": "picked", "select": {"type": "point", "fields": ["name"]}, "bind": "legend"}
-    spans: list[dict[str, Any]] = [
-        {"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": span},
-        {"mark": "rule", "encoding": span},
-    ]
+def _panel(panel: Panel, looks: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
+    value, colour = _y(panel, panel.field), {"color": looks["color"]}
+    span = {"y": _y(panel, f"{panel.field}_low"), "y2": {"field": f"{panel.field}_high"}, **colour}
+    line = {"y": value, **colour, "strokeDash": looks["strokeDash"]}
+    point = {"y": value, **colour, "shape": looks["shape"], "tooltip": {"field": "text", "type": "nominal"}}
     layers: list[dict[str, Any]] = [
-        *(spans if panel.has_interval else []),
-        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": {"y": value, "color": colour, "strokeDash": dash}},
-        {
-            "mark": {"type": "point", "filled": True, "size": 70},
-            "encoding": {"y": value, "color": colour, "shape": shape, "tooltip": {"field": "text", "type": "nominal"}},
-        },
+        {"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": {**span, "detail": {"field": "order"}}},
+        {"mark": "rule", "encoding": span},
+        {"mark": {"type": "line", "strokeWidth": 2}, "encoding": line},
+        {"mark": {"type": "point", "filled": True, "size": 70}, "encoding": point},
     ]
-    fade = {"condition": {"param": "picked", "value": 1}, "value": 0.08}
-    if is_first:
-        layers[0]["params"] = [picked]
+    layers = layers if panel.has_interval else layers[2:]
     for layer in layers:
-        layer["encoding"] = {"x": _x(), "opacity": fade, **layer["encoding"]}
+        fade = {"condition": {"param": "picked", "value": 1}, "value": 0.08}
+        layer["encoding"] = {"x": X, "opacity": fade, **layer["encoding"]}
         layer["transform"] = [{"filter": f"isValid(datum.{panel.field})"}]
     if panel.reference is not None:
         rule = {"type": "rule", "strokeDash": [4, 4], "color": SOFT}
         layers.append({"data": {"values": [{}]}, "mark": rule, "encoding": {"y": _y(panel, datum=panel.reference)}})
-    return {"title": panel.title, "width": 600, "height": 240, "layer": [*layers, *(_marks() if is_first else [])]}
-
-
-def _x() -> dict[str, Any]:
-    scale = {"type": "log", "base": 2, "nice": False, "padding": 12}
-    axis = {"labelExpr": TOKENS, "title": "tokens", "grid": False, "labelOverlap": "greedy"}
-    return {"field": "tokens", "type": "quantitative", "scale": scale, "axis": axis}
+    if is_first:
+        layers[0]["params"] = [{"name": "picked", "select": {"type": "point", "fields": ["backend"]}, "bind": "legend"}]
+    return {"title": panel.title, "width": 600, "height": 240, "layer": layers}
 
 
 def _y(panel: Panel, field: str | None = None, datum: float | None = None) -> dict[str, Any]:
@@ -144,13 +122,3 @@ def _y(panel: Panel, field: str | None = None, datum: float | None = None) -> di
     axis = {"labelExpr": labels, "title": None, "labelOverlap": "greedy", "minExtent": 55, "tickCount": 6}
     scale = {"type": "log", "base": panel.base, "nice": False, "zero": False, "padding": 8}
     return {"type": "quantitative", "axis": axis, "scale": scale, **({"field": field} if field else {"datum": datum})}
-
-
-def _marks() -> list[dict[str, Any]]:
-    """Lengths with a text, as vertical rules."""
-    data, rule = {"name": "marks"}, {"type": "rule", "strokeDash": [2, 3], "color": SOFT}
-    text = {"type": "text", "baseline": "bottom", "dy": -3, "color": SOFT}
-    return [
-        {"data": data, "mark": rule, "encoding": {"x": _x()}},
-        {"data": data, "mark": text, "encoding": {"x": _x(), "y": {"value": 0}, "text": {"field": "text"}}},
-    ]

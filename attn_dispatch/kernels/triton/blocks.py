@@ -46,7 +46,7 @@ WGMMA = (9, 10)  #: major capabilities whose warp groups multiply from shared me
 
 #: 16-bit dtypes. On WGMMA capabilities: the fastest of those that `tools.checks.gpu_check` times on an H100, by the
 #: geometric mean over dense, causal and dilated attention. On others, not measured: those that spill nothing in the
-#: main loop by `tools.bench.kernels_compiled`, of similar ones the faster on the H100. Those of 96
+#: main loop by `tools/results/kernels_compiled.json`, of similar ones the faster on the H100. Those of 96
 #: and 192, on all not measured, are for sums of two powers of two (`parts_of`), which take less than the next power.
 HALF: dict[bool, dict[Kernel, Blocks]] = {
     True: {

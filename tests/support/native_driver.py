@@ -1,0 +1,79 @@
+"""The native kernel as a program of its own, which each call runs on a copy of the memory: `native_driver.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from attn_dispatch.kernels.native import library, run
+from attn_dispatch.kernels.native.tables import NativeTables
+from attn_dispatch.kernels.native.variants import FLAGS, SOURCE
+
+DRIVER = Path(__file__).with_suffix(".cpp")
+
+
+class Program:
+    """Stands for the loaded library."""
+
+    def __init__(self, command: list[str], file: Path) -> None:
+        self.command, self.file = command, file
+        self.tensors: list[Tensor] = []  #: those that the arguments point into
+        self.states = 0  #: floats
+        self.calls = 0
+
+    @classmethod
+    def used(
+        cls, monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: list[str], *options: str, emulator: str = ""
+    ) -> Program:
+        """The program as this compiler builds it, in place of the library."""
+        program = folder / "driver"
+        command = [*compiler, *FLAGS, *options, f"-I{SOURCE.parent}", str(DRIVER), "-o", str(program)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
+        found = cls([each for each in (emulator, str(program)) if each], folder / "memory")
+        real = run.NativePasses.args
+
+        def args(self: run.NativePasses, made: library.Args, *first: Tensor, **views: Tensor) -> library.Args:
+            both = self.tables, run.forward_tables(self.problem)
+            tables = [getattr(each, name) for each in both for name in NativeTables.__dataclass_fields__]
+            every = [*first, *views.values(), *tables, self.seen, self.seq_lens, self.bias, self.slopes]
+            found.tensors = [tensor for tensor in every if tensor is not None]
+            found.states = run.forward_arguments(self.problem, made.threads).states * run.state_floats(self.problem)
+            return real(self, made, *first, **views)
+
+        monkeypatch.setattr(run.NativePasses, "args", args)
+        monkeypatch.setattr(library, "load", lambda: found)
+        return found
+
+    def attention_forward(self, given: Any) -> int:
+        return self._call(given._obj, backward=False)
+
+    def attention_backward(self, given: Any) -> int:
+        return self._call(given._obj, backward=True)
+
+    def _call(self, args: library.Args, backward: bool) -> int:
+        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        regions = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        rows, heads = args.batch * args.heads * args.q_len, min(args.threads, args.batch * args.heads // args.group)
+        others = {args.lse: rows, args.grad_lse: rows, args.dbias: rows * args.k_len, args.states: self.states}
+        others[args.sums] = 2 * heads * args.k_len * run.padded_width(args.head_dim)
+        for address, floats in others.items():
+            if address:
+                regions.setdefault(address, 4 * floats)
+        head = struct.pack("=q", backward) + bytes(args) + struct.pack("=q", len(regions))
+        table = b"".join(struct.pack("=Qq", *region) for region in regions.items())
+        content = b"".join(ctypes.string_at(*region) for region in regions.items())
+        self.file.write_bytes(head + table + content)
+        done = subprocess.run([*self.command, str(self.file)], capture_output=True, text=True, check=False, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr[:6000]
+        content, at = self.file.read_bytes()[len(head + table) :], 0
+        for address, size in regions.items():
+            ctypes.memmove(address, content[at : at + size], size)
+            at += size
+        self.calls += 1
+        return 0
