@@ -55,8 +55,9 @@ def when(decision: Decision) -> str:
 
 def cells(explanation: Explanation) -> list[str]:
     """The cells of a decision under `HEAD`."""
-    held = {"provisional": explanation.provisional, "unchecked": explanation.unchecked, "drifted": explanation.drift}
-    problem, source = compact(explanation.problem), ", ".join([explanation.source, *where_true(held)])
+    held = {name: getattr(explanation, name) for name in ("provisional", "unchecked")}
+    remarks = where_true({**held, "drifted": explanation.drift})
+    problem, source = compact(explanation.problem), ", ".join([explanation.source, *remarks])
     if explanation.choice is None:
         return [problem, "none", "-", "-", "no backend can run it"]
     name, chosen = titled(explanation.choice, explanation.order or NATURAL), chosen_of(explanation.candidates)
@@ -81,7 +82,7 @@ def plain_of(rows: Iterable[Row]) -> Row | None:
 
 
 def gain_over(plain: Row | None, row: Row) -> Bounds | None:
-    """Low, middle and high of PyTorch's time / the row's; None where a time of 0 or without a limit leaves no ratio."""
+    """Low, middle and high of PyTorch's time / the row's; None where a time of 0 or infinity leaves no ratio."""
     if plain is None or not is_timed(row):
         return None
     if plain.id == row.id:

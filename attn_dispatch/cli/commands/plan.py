@@ -129,7 +129,8 @@ def _lines(args: argparse.Namespace, problem: Problem, rate: Rate | None, plans:
         found.append(f"rate      {rate.operations_per_s / 1e12:.3g} TFLOP/s for each rank ({rate.source})")
     rows = [_cells(problem, plan, each, plans[0]) for plan in plans for each in plan.forecasts]
     found += ["", *Table(HEAD, rows, LEFT).lines(), "", *EXPLAINED]
-    if most := max((each.memory.setup_bytes for plan in plans for each in plan.forecasts if each.memory), default=0):
+    most = max((each.memory.setup_bytes for plan in plans for each in plan.forecasts if each.memory), default=0)
+    if most:
         found.append(f"first call: about {gib(most)} more on each rank's host, to compute which rows go where")
     return found
 
