@@ -14,7 +14,7 @@ from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import Bounds, time_ratio
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision, Row
-from attn_dispatch.text import align, milliseconds, printable, titled, where_true
+from attn_dispatch.text import align, milliseconds, printable, titled
 
 HEAD = ("problem", "winner", "time", "vs SDPA", "")
 PLAIN = ("sdpa", "sdpa_mask")  #: PyTorch's own attention, without a mask and with one
@@ -55,9 +55,8 @@ def when(decision: Decision) -> str:
 
 def cells(explanation: Explanation) -> list[str]:
     """The cells of a decision under `HEAD`."""
-    held = {name: getattr(explanation, name) for name in ("provisional", "unchecked")}
-    remarks = where_true({**held, "drifted": explanation.drift})
-    problem, source = compact(explanation.problem), ", ".join([explanation.source, *remarks])
+    held = [name for name in ("provisional", "unchecked") if getattr(explanation, name)]
+    problem, source = compact(explanation.problem), ", ".join([explanation.source, *held])
     if explanation.choice is None:
         return [problem, "none", "-", "-", "no backend can run it"]
     name, chosen = titled(explanation.choice, explanation.order or NATURAL), chosen_of(explanation.candidates)
