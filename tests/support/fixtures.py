@@ -108,7 +108,7 @@ def anew(folder: Path) -> Callable[[], Quarantine]:
 
 @pytest.fixture
 def no_threads_are_left() -> Iterator[None]:
-    """Guarded calls leave none, before and after."""
+    """Of guarded calls, before and after."""
     guard.end_idle_threads()
     yield
     guard.end_idle_threads()
