@@ -44,9 +44,9 @@ serve()
 class Attempt(NamedTuple):
     """What is run, and what it may take.
 
-    `first` is a shorter problem, run before the limit is set: libraries and threads are not counted. `memory_bytes` is
-    for q, k, v, out, gradients and workspace together, `declared_bytes` what the backend declares of them: where the
-    system enforces no limit, this must fit. `max_seconds` is for one call.
+    `first` is a shorter problem, run before the limit is set: libraries and threads are not counted.
+    `memory_bytes` is for q, k, v, out, gradients and workspace together, `declared_bytes` what the backend says of
+    them: where the system enforces no limit, this must fit. `max_seconds` is for one call.
     """
 
     problem: Problem
@@ -86,7 +86,7 @@ def run_alone(attempt: Attempt) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """In the new process: read an attempt, write what becomes of it, and end without what an exit would wait for."""
+    """In the new process: read an attempt, write what becomes of it, and end without waiting for threads."""
     attempt: Attempt = pickle.load(sys.stdin.buffer)
     with suppress(OSError):
         OOM_SCORE.write_text(MOST_LIKELY)
@@ -130,7 +130,7 @@ def _measured(attempt: Attempt, backend: Backend) -> dict[str, Any]:
     call = _example(problem).call(backend, attempt.order)
 
     def calls() -> None:
-        while not seconds or (len(seconds) == 1 and seconds[0] <= attempt.max_seconds / 2):  # the first may compile
+        while len(seconds) < 1 + (2 * sum(seconds) <= attempt.max_seconds):  # the first call may compile
             synchronize(problem.device)
             start = time.perf_counter()
             call()
@@ -139,11 +139,12 @@ def _measured(attempt: Attempt, backend: Backend) -> dict[str, Any]:
 
     _, above = memory.peak_bytes(calls, problem.device)
     if seconds[-1] > attempt.max_seconds:
-        return {"status": "time", "reason": f"took {seconds[-1]:.3g} s, over the limit of {attempt.max_seconds:g} s"}
+        return {"status": "time", "reason": f"took {seconds[-1]:.3g} s of {attempt.max_seconds:g} s"}
     found: dict[str, Any] = {"status": "ran", "seconds": seconds[-1]}
     if above is None:
         return found
-    return {**found, "peak_bytes": example_bytes(problem) + above, "above_bytes": max(0, above - problem.result_bytes)}
+    found["above_bytes"] = max(0, above - problem.result_bytes)
+    return {**found, "peak_bytes": example_bytes(problem) + above}
 
 
 def _example(problem: Problem) -> Example:
@@ -154,7 +155,8 @@ def _example(problem: Problem) -> Example:
         return torch.empty(shape, dtype=problem.dtype, device=problem.device).normal_().requires_grad_(grad)
 
     q, k, v = (drawn(problem.q_len, problem.heads), *(drawn(problem.k_len, problem.kv_heads) for _ in range(2)))
-    return Example(problem, q, k, v, drawn(problem.q_len, problem.heads, False) if problem.needs_grad else None, {})
+    grad = drawn(problem.q_len, problem.heads, False) if problem.needs_grad else None
+    return Example(problem, q, k, v, grad, {})
 
 
 def _limited(device: torch.device, room: int) -> bool:

@@ -132,7 +132,7 @@ class Search:
         try:
             problem = self.problem_at(tokens)
             needed = example_bytes(problem) + problem.result_bytes
-            if needed > self.memory_bytes:  # before the backends are asked, which takes long for very long sequences
+            if needed > self.memory_bytes:  # before backends are asked, which takes long for long sequences
                 what = "q, k, v, out and gradients" if problem.needs_grad else "q, k, v and out"
                 text = f"by estimate, not tried: {what} take {gib(needed)}, the limit is {gib(self.memory_bytes)}"
                 return Tried(problem.q_len, self.backend or "", "memory", text)
@@ -151,10 +151,11 @@ class Search:
             first = None
         try:
             declared = needed + operator.index(backend.workspace_bytes(problem))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, which is its row's reason
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything
             return Tried(problem.q_len, backend.name, "failed", f"workspace_bytes: {one_line(error)}")
         limits = self.memory_bytes, declared, self.max_seconds
-        return Attempt(problem, first, backend.name, order, *limits), work(Candidate(backend, order, None), problem)
+        operations = work(Candidate(backend, order, None), problem)
+        return Attempt(problem, first, backend.name, order, *limits), operations
 
 
 def find_longest(runs: Callable[[int], bool], start: int, most: int) -> int | None:

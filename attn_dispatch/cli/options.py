@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser, about: str = "") -> None:
     add = parser.add_argument_group("problems", f"{text} {about}".rstrip()).add_argument
     of_q = "batch, length, heads, head_dim of q; H/KV where k and v have fewer heads; may be repeated"
     add("--shape", metavar="B,N,H,D", type=shape, action="append", help=of_q)
-    doubling = "lengths from A, doubling, up to B, or a list A,B,..; in place of the N of each shape, or of 1,N,8,64"
+    doubling = "lengths from A, doubling, up to B, or a list A,B,..; in place of N of each shape, or of 1,N,8,64"
     scales = "with --grid, it is scaled to about so many tokens"
     add("--lengths", metavar="A:B", type=lengths, help=f"{doubling}; {scales}")
     add_others(add)

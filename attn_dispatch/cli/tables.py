@@ -14,7 +14,7 @@ from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import Bounds, time_ratio
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision, Row
-from attn_dispatch.text import align, milliseconds, printable, titled, where_true
+from attn_dispatch.text import align, milliseconds, printable, titled
 
 HEAD = ("problem", "winner", "time", "vs SDPA", "")
 PLAIN = ("sdpa", "sdpa_mask")  #: PyTorch's own attention, without a mask and with one
@@ -55,8 +55,8 @@ def when(decision: Decision) -> str:
 
 def cells(explanation: Explanation) -> list[str]:
     """The cells of a decision under `HEAD`."""
-    held = {"provisional": explanation.provisional, "unchecked": explanation.unchecked}
-    problem, source = compact(explanation.problem), ", ".join([explanation.source, *where_true(held)])
+    held = [name for name in ("provisional", "unchecked") if getattr(explanation, name)]
+    problem, source = compact(explanation.problem), ", ".join([explanation.source, *held])
     if explanation.choice is None:
         return [problem, "none", "-", "-", "no backend can run it"]
     name, chosen = titled(explanation.choice, explanation.order or NATURAL), chosen_of(explanation.candidates)
@@ -81,7 +81,7 @@ def plain_of(rows: Iterable[Row]) -> Row | None:
 
 
 def gain_over(plain: Row | None, row: Row) -> Bounds | None:
-    """Low, middle and high of PyTorch's time / the row's; None where a time of 0 or without a limit leaves no ratio."""
+    """Low, middle and high of PyTorch's time / the row's; None where a time of 0 or infinity leaves no ratio."""
     if plain is None or not is_timed(row):
         return None
     if plain.id == row.id:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attn_dispatch.cli import stored
+from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS, Threshold, by_length, threshold_of
@@ -37,10 +38,14 @@ def run(folder: Path, as_json: bool) -> int:
 
 
 def lines(found: Iterable[SpeedupSeries]) -> list[str]:
-    """A table for each silicon."""
+    """A table for each silicon, and a picture of each threshold."""
     printed: list[str] = []
     for silicon, members in groupby(paired(found), key=lambda pair: pair[0].silicon):
-        printed += [f"silicon   {silicon}", "", *table(list(members)).lines(), ""]
+        pairs = list(members)
+        printed += [f"silicon   {silicon}", "", *table(pairs).lines(), ""]
+        for series, threshold in pairs:
+            if threshold is not None:
+                printed += [*_picture(series, threshold), ""]
     return [*printed, *EXPLAINED] if printed else [NOTHING]
 
 
@@ -88,6 +93,12 @@ def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, An
             for each in sorted(series.speedups, key=lambda each: (each.tokens, each.key))
         ],
     }
+
+
+def _picture(series: SpeedupSeries, threshold: Threshold) -> list[str]:
+    points = [(each.tokens, each.low, each.factor, each.high) for each in by_length(threshold.points)]
+    pattern, *what = _name(series)
+    return [f"{pattern} {', '.join(what)}: {threshold_text(threshold)}", *curve(points, threshold.tokens)]
 
 
 def _cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:

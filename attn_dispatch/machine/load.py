@@ -39,7 +39,7 @@ class Load(NamedTuple):
 
     @classmethod
     def so_far(cls) -> Load:
-        """Of this process, since some fixed time."""
+        """What this process took since some fixed time."""
         return cls(time.process_time(), time.monotonic(), involuntary_switches())
 
     def since(self, before: Load) -> Load:

@@ -109,7 +109,7 @@ def test_without_room_no_process_is_started(processes: Any) -> None:
 
 
 def test_a_length_that_would_take_too_long_is_not_tried(processes: Any) -> None:
-    """Of dense attention, four times as long for twice the length."""
+    """Dense attention takes four times as long for twice the length."""
     tried, found = processes(lambda n: ran((n / 1024) ** 2)), search(max_seconds=20.0)
     assert max(each.problem.q_len for each in tried) == 4096
     assert found.stopped_by is not None
@@ -117,13 +117,13 @@ def test_a_length_that_would_take_too_long_is_not_tried(processes: Any) -> None:
     assert "by estimate, not tried: would take 20.2 s" in found.stopped_by.reason
 
 
-@pytest.mark.parametrize(("backend", "lengths", "status"), [("sdpa", [1024, 512], "died"), ("flash", [], "refused")])
-def test_a_backend_that_always_fails_is_left(backend: str, lengths: list[int], status: str, processes: Any) -> None:
+@pytest.mark.parametrize(("backend", "lengths", "how"), [("sdpa", [1024, 512], "died"), ("flash", [], "refused")])
+def test_a_backend_that_always_fails_is_left(backend: str, lengths: list[int], how: str, processes: Any) -> None:
     tried, found = processes(died), search(backend=backend)
     assert [each.problem.q_len for each in tried] == lengths
     assert found.longest is None
     assert found.stopped_by is not None
-    assert (found.stopped_by.status, found.stopped_by.tokens, len(found.tried)) == (status, 1024, 2)
+    assert (found.stopped_by.status, found.stopped_by.tokens, len(found.tried)) == (how, 1024, 2)
 
 
 # --- a process --------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_what_ends_a_process_is_the_reason(
 @pytest.mark.parametrize(
     ("error", "status"), [(ImportError("no libcudart"), "failed"), (MemoryError("all taken"), "memory")]
 )
-def test_an_error_before_the_call_has_its_text(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_before_the_call_is_told(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> Backend:
         raise error
 

@@ -78,8 +78,8 @@ def test_numbers_are_those_of_the_store(page: Page, file: Path, stored: list[Dec
     assert len(by_key) == len(stored)
     for decision in stored:
         (chosen,) = (each for each in decision.candidates if each.status == "chosen")
-        expected = [" ".join(decision.title.split()), titled(*decision.chosen), milliseconds(chosen.median_ms or 0)]
-        assert by_key[decision.key[:10]][1:4] == expected
+        title, time = " ".join(decision.title.split()), milliseconds(chosen.median_ms or 0)
+        assert by_key[decision.key[:10]][1:4] == [title, titled(*decision.chosen), time]
 
 
 def marks(page: Page, panel: int = 0) -> list[tuple[float, float]]:
@@ -160,7 +160,7 @@ def test_no_width_scrolls_sideways(width: int, page: Page, file: Path) -> None:
 
 @pytest.mark.parametrize("times", [{SDPA: 1.97}, {SDPA: 0.31, NATIVE: 0.45}])
 def test_narrow_plots_have_labels(times: dict[tuple[str, str], float], page: Page, tmp_path: Path) -> None:
-    """Of one length: no power of 2 and no round number lies between the least and the largest."""
+    """With one length, no power of 2 and no round number lies between the least and the largest."""
     decision = made_up.whole(planted.problem_at(1100), times)
     page.open(written(tmp_path / "store", tmp_path / "report.html", decision))
     for panel in range(3):

@@ -12,6 +12,7 @@ import pytest
 
 from attn_dispatch import profiling
 from attn_dispatch.cli import main
+from attn_dispatch.cli.plots import HEIGHT, LABEL, WIDTH, curve
 from attn_dispatch.cli.thresholds import threshold_text
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.thresholds import Threshold
@@ -66,6 +67,25 @@ def test_inspect_prints_a_table(folder: Path, capsys: pytest.CaptureFixture[str]
     assert never == "never (up to 1,024 measured)"
     assert lines[0] == f"silicon   {made_up.SILICON}"
     assert max(map(len, lines)) <= 150
+
+
+def test_a_picture() -> None:
+    lines = curve([(1000, 0.4, 0.5, 0.8), (2000, 0.8, 1.0, 1.5), (4000, 1.5, 2.0, 2.5)], 2000)
+    places = [line.index("o") for line in lines if "o" in line.partition("|")[2]]
+    assert places == sorted(places, reverse=True)  # the ratio rises to the right
+    assert lines[0].startswith("  2.50x |")
+    assert lines[-3].startswith("  0.40x |")
+    assert [line.index("o") for line in lines if line.startswith("  1.00x |")] == [lines[-2].index("^")]
+    assert lines[-1].split() == ["1,000", "2,000", "4,000", "tokens"]
+
+
+@pytest.mark.parametrize(
+    "points", [[(1000, 1e-9, 1.5, 1e9)], [(7, 1.0, 1.0, 1.0)], [(1, 0.5, 2.0, 3.0), (2, 1.0, 1.0, 1.0)]]
+)
+def test_a_picture_has_one_size(points: Any) -> None:
+    lines = curve(points, 1 << 40)
+    assert len(lines) == HEIGHT + 2
+    assert max(map(len, lines[:-1])) <= LABEL + 4 + WIDTH
 
 
 def test_inspect_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

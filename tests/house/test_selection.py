@@ -29,7 +29,7 @@ def test_plain(): pass
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> Iterator[pytest.Pytester]:
-    """Of 27 cases, a property and a plain test."""
+    """It has 27 cases, a property and a plain test."""
     profile = settings.get_current_profile_name()
     pytester.makeini("[pytest]\nmarkers =\n    full\n")
     pytester.makeconftest(f"from tests.conftest import {HOOKS}")

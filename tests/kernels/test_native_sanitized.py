@@ -1,4 +1,4 @@
-"""The native kernel in programs under sanitizers: passes in threads, over memory of exact size, against float64."""
+"""The native kernel under sanitizers: passes in threads, over memory of exact size, against float64."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def test_allocated_peak_of_plain_tensors_is_right_to_the_byte(call: Callable[[],
         assert allocated_peak(call)[1] == expected_mib * MIB
 
 
-# In a process of its own: what an older heap keeps of freed blocks is resident too. In a thread, as in trials, glibc
-# takes blocks up to the size that was freed before from its heap, and retains what is freed at its end.
+# In a process of its own: what an older heap keeps of freed blocks is resident too. In a thread, as in trials,
+# glibc takes blocks up to the size that was freed before from its heap, and retains what is freed at its end.
 RESIDENT = """
 import ctypes
 import threading

@@ -54,6 +54,6 @@ def _lift(name: str, *, as_json: bool) -> int:
 def _lines(report: machine.Report) -> list[str]:
     excluded = [line for each in machine.exclusions(report) for line in each.lines()]
     hint = [machine.LIFT_HINT] if report["quarantines"] or report["strikes"] else []
-    parts = (machine.lines(report), machine.devices(report).lines(), machine.backends(report).lines(), excluded + hint)
+    tables = [table.lines() for table in (machine.devices(report), machine.backends(report))]
     state = [f"{name:9} {value}" for name, value in machine.state(report)]
-    return [*(line for part in parts for line in [*part, ""]), *state]
+    return [*(line for part in (machine.lines(report), *tables, excluded + hint) for line in [*part, ""]), *state]

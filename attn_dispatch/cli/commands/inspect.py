@@ -19,7 +19,7 @@ from attn_dispatch.text import printable
 EXAMPLE = """examples:
   attn-dispatch inspect
   attn-dispatch inspect --key 3f9a
-      one decision in full; keys are in the first column of the table
+      one decision in full
   attn-dispatch inspect --thresholds
       lengths above which a token order such as hilbert is faster; 'profile --thresholds' measures"""
 

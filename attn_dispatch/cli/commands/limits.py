@@ -28,7 +28,6 @@ EXAMPLE = """examples:
   attn-dispatch limits --segments 2k,4k,8k --dilations 1,2,4 --dtype bf16
   attn-dispatch limits --shape 1,8k,16/4,128 --causal --backward --backend all --memory 8GiB
       a training step, as on a device of 8 GiB; a row for each backend
-  attn-dispatch limits --lengths 64k:1M --window 4k --max-seconds 10
 
 Ctrl-C prints what was found."""
 
@@ -44,12 +43,12 @@ GUESSED = "not measured yet: the first call of attend() measures, and may take a
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    upward = "The search goes upward from N of --shape, by default 1024, or from the least to the largest of --lengths."
+    upward = "The search goes upward from N of --shape, by default 1024, or from least to largest of --lengths."
     options.add_options(parser, upward)
     add = parser.add_argument
     backend = "this one, or 'all' for a row each; by default what attend() takes at each length without measuring"
     add("--backend", metavar="NAME", help=backend)
-    memory = "for q, k, v, results and workspace together, such as 8GiB; by default, and at most, 80 %% of what is free"
+    memory = "for q, k, v, results and workspace together, such as 8GiB; by default and at most 80 %% of the free"
     add("--memory", metavar="SIZE", type=options.size, help=memory)
     seconds = "of one call: lengths that would take longer are not tried; by default %(default)g"
     add("--max-seconds", metavar="S", type=options.positive, default=60.0, help=seconds)
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _searches(args: argparse.Namespace, memory_bytes: int, report: Callable[[str | Tried], None]) -> list[Search]:
-    """A search for each combination of the listed values and each backend: all checked before the first one runs."""
+    """A search for each combination of listed values and each backend; all are checked before the first runs."""
     from attn_dispatch.cli.longest import Search
     from attn_dispatch.kernels import registry
 
@@ -100,8 +99,9 @@ def _searches(args: argparse.Namespace, memory_bytes: int, report: Callable[[str
         start, most = math.prod(args.grid) if args.grid else each.shape[0].length, LONGEST
         if args.lengths:
             start, most = min(args.lengths), getattr(args.lengths, "last", max(args.lengths))
+        limits = memory_bytes, args.max_seconds
         for name in registry.names() if args.backend == "all" else (args.backend,):
-            found.append(Search(partial(_problem, each), start, most, name, memory_bytes, args.max_seconds, report))
+            found.append(Search(partial(_problem, each), start, most, name, *limits, report))
     return found
 
 

@@ -32,8 +32,6 @@ EXAMPLE = """examples:
       13 x 13 neighborhoods on grids of about 1024, 2048, .. 65536 tokens
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
       over 4 ranks; without --sharded, each problem on one of them
-  attn-dispatch profile --standard --share FILE
-      a profile for all machines of this kind; CONTRIBUTING.md says where to send it
   attn-dispatch profile --from problems.jsonl
       those that record("problems.jsonl") wrote in a run
 
@@ -51,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     effort = parser.add_mutually_exclusive_group()
     quick = "spend 2 s per problem; without problem options: a few problems of every kind, in under a minute"
     full = "the same, for as long as it takes"
-    standard = "a profile for all machines of this kind: each pattern, octave of lengths, dtype, direction; 20 minutes"
+    standard = "for a profile of such machines: every pattern, octave of lengths, dtype and direction; 20 minutes"
     for name, text in (("--quick", quick), ("--full", full), ("--standard", standard)):
         effort.add_argument(name, action="store_true", help=text)
     add = parser.add_argument
@@ -96,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     with urls.beside(args.share or ""):
         series = _series(problems) if args.thresholds else None
         if args.json:
-            made: dict[str, Any] = {"decisions": [explanation.to_dict() for explanation in found]}
-            made |= {"folder": str(settings.cache_folder()), "interrupted": interrupted, "unstored": unstored or None}
+            made: dict[str, Any] = {"decisions": [each.to_dict() for each in found], "interrupted": interrupted}
+            made |= {"folder": str(settings.cache_folder()), "unstored": unstored or None}
             made |= {} if series is None else {"thresholds": thresholds.to_dicts(series)}
             print_json(made | ({"shared": _share(args)} if args.share else {}))
         else:
@@ -137,9 +135,6 @@ def _share(args: argparse.Namespace) -> dict[str, Any]:
         raise AttnDispatchError(f"no decision of {here} can be shared: {why}")
     urls.write(args.share, write_bundle(decisions))
     return {"place": args.share, "silicon": here, "decisions": len(decisions), "left_out": left_out}
-
-
-# --- what is measured -------------------------------------------------------------------------------------------------
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
@@ -209,9 +204,6 @@ def _budget(args: argparse.Namespace, count: int) -> float | None:
     if args.quick and args.record is None and not options.given(args):
         return QUICK_S
     return count * (QUICK_EACH_S if args.quick else EACH_S)
-
-
-# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:

@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     urls.write(args.output, content)
     with urls.beside(args.output):
         if args.json:
-            print_json({"path": args.output, "bytes": len(content), "decisions": len(shown), "folder": str(folder)})
+            counts = {"bytes": len(content), "decisions": len(shown)}
+            print_json({"path": args.output, "folder": str(folder), **counts})
         else:
             print(f"{len(shown)} decisions in {args.output} ({len(content) / 1e6:.2f} MB)")
     return 0

@@ -29,8 +29,8 @@ DETAILED = 500  #: decisions, the newest ones, whose candidates the page holds
 SDPA = "SDPA is PyTorch's scaled_dot_product_attention, with a dense mask where the pattern needs one: the faster one."
 AXES = (
     "Bands and bars are 95 % intervals of the median; of ratios to SDPA, the paired 99 % interval where one of the two "
-    "was chosen, else the extreme ratios. Orders other than the natural one are dashed. Both axes are logarithmic; 1k "
-    "is 1,024. A click on a name fades the others."
+    "was chosen, else the extreme ratios. Other orders than the natural one are dashed; axes are logarithmic. A "
+    "click on a name fades the others."
 )
 EMPTY = (
     "No decision is stored in {folder} yet. This measures some, in under a minute; then make the report again: "
@@ -63,7 +63,8 @@ def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, ve
     drawn = list(map(_series, all_series(decisions)))
     data: dict[str, Any] | None = None
     if drawn:
-        names = sorted({row.id for each in decisions for row in each.candidates if is_timed(row)}, key=by_preference)
+        rows = (row for each in decisions for row in each.candidates)
+        names = sorted({row.id for row in rows if is_timed(row)}, key=by_preference)
         backends, orders_of = (list(dict.fromkeys(each)) for each in zip(*names))
         data = {"spec": plots.compiled(backends, orders_of), "all": [each.points for each in drawn]}
     listed = decided(decisions)._replace(nothing=EMPTY.format(folder=report["folder"]))
@@ -101,10 +102,10 @@ def _summary(decisions: Sequence[Decision]) -> Html:
     facts = [
         ("decisions", f"{len(decisions):,}"),
         ("another backend than SDPA", str(sum(each.choice not in PLAIN for each in decisions))),
-        ("provisional", f"{sum(bool(each.provisional) for each in decisions)}; a later process measures them again"),
+        ("provisional", f"{sum(bool(each.provisional) for each in decisions)}, measured again by a later process"),
     ]
     if gains:
-        mean = f"{statistics.geometric_mean(gains):.2f}x, geometric mean of {len(gains):,} with several samples of both"
+        mean = f"{statistics.geometric_mean(gains):.2f}x, geometric mean of {len(gains):,} with several samples"
         facts.append(("SDPA's time / the choice's", f"{mean}; {max(gains):.2f}x at best"))
     return join([_pairs(facts), _note(SDPA)])
 

@@ -35,7 +35,7 @@ class Panel(NamedTuple):
 
 PANELS = (
     Panel("Time of one call", "ms", "format(datum.value / 1000, '.3~s') + 's'"),
-    Panel("SDPA's time / this time: above 1 is faster", "gain", "format(datum.value, '.3~g') + 'x'", reference=1.0),
+    Panel("SDPA's time / this time, above 1 faster", "gain", "format(datum.value, '.3~g') + 'x'", reference=1.0),
     Panel("Peak memory of one call", "bytes", BYTES, base=2, has_interval=False),
 )
 
@@ -63,7 +63,7 @@ def runtime() -> str:
 
 
 def compiled(backends: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
-    """The panels above each other as Vega, on logarithmic axes, with legends; a click there fades the other backends.
+    """The panels above each other as Vega, on logarithmic axes, with legends; a click there fades other backends.
 
     The page fills in the data `points`: name, backend, order, tokens, the panels' fields, and a text.
 
@@ -78,9 +78,10 @@ def compiled(backends: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
     }
     config = {
         "view": {"stroke": None},
-        "axis": {"labelColor": SOFT, "titleColor": SOFT, "tickColor": LINE, "domainColor": LINE, "gridColor": LINE},
+        "axis": dict.fromkeys(("labelColor", "titleColor"), SOFT)
+        | dict.fromkeys(("tickColor", "domainColor", "gridColor"), LINE),
         "title": {"color": SOFT, "anchor": "start", "fontWeight": "normal"},
-        "legend": {"labelColor": "var(--ink)", "labelLimit": 300, "symbolSize": 110, "orient": "bottom", "columns": 6},
+        "legend": {"labelColor": "var(--ink)", "symbolSize": 110, "orient": "bottom", "columns": 6},
         "range": {"category": {"scheme": "tableau20"}},
     }
     found: dict[str, Any] = library().vegalite_to_vega({
@@ -113,7 +114,8 @@ def _panel(panel: Panel, looks: dict[str, Any], *, is_first: bool) -> dict[str, 
         rule = {"type": "rule", "strokeDash": [4, 4], "color": SOFT}
         layers.append({"data": {"values": [{}]}, "mark": rule, "encoding": {"y": _y(panel, datum=panel.reference)}})
     if is_first:
-        layers[0]["params"] = [{"name": "picked", "select": {"type": "point", "fields": ["backend"]}, "bind": "legend"}]
+        select = {"type": "point", "fields": ["backend"]}
+        layers[0]["params"] = [{"name": "picked", "select": select, "bind": "legend"}]
     return {"title": panel.title, "width": 600, "height": 240, "layer": layers}
 
 

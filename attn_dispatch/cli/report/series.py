@@ -56,7 +56,7 @@ class Series:
 
     @property
     def notes(self) -> list[str]:
-        """Where the fastest candidate changes: between neighbouring lengths at which it was sampled more than once."""
+        """Where the fastest candidate changes: between neighbouring lengths that were sampled more than once."""
         fastest = (next(iter(points.values())) for points in self.by_length.values())
         known = [point for point in fastest if not point.remark]
         changes = ((one, two) for one, two in pairwise(known) if one.row.id != two.row.id)
