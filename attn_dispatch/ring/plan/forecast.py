@@ -14,7 +14,7 @@ from attn_dispatch.ring.plan.schedule import RankSpeed, seconds
 from attn_dispatch.ring.rows.chunking import block_rows, line_of
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
-from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.pattern import Dense, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
 LISTED = 64  #: most bytes of what is listed of a row: positions, indices, bounds in tables
@@ -153,5 +153,10 @@ def _largest_part(counted: CountedProblem, tokens: int, received: int) -> tuple[
         rows = min(tokens, block_rows(problem, layout))
         part = replace(part, pattern=Dense(), q_len=rows, k_len=rows)
         return rows / tokens, int(solver(part).workspace_bytes(part))
-    keys = max(tokens, received)
-    return 1.0, call_bytes(replace(part, q_len=tokens, k_len=keys), TILE, keys)
+    keys = seen = max(tokens, received)
+    if isinstance(problem.pattern, Neighborhood):  # a tile sees only keys near it
+        seen, stride = TILE, 1
+        for axis in reversed(problem.pattern.axes):
+            seen += (axis.window + axis.stride - 2) * axis.dilation * stride
+            stride *= axis.size
+    return 1.0, call_bytes(replace(part, q_len=tokens, k_len=keys), TILE, min(seen, keys))
