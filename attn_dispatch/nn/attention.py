@@ -256,7 +256,8 @@ class MultiheadAttention(_Attention):
     def _bias(self, attn_mask: Tensor, q: Tensor, k_len: int) -> Tensor:
         batch, q_len, heads = q.shape[0], q.shape[1], self.config.num_heads
         if attn_mask.shape not in ((q_len, k_len), (batch * heads, q_len, k_len)):
-            what = f"[q_len, k_len] {[q_len, k_len]} or [batch * heads, q_len, k_len] {[batch * heads, q_len, k_len]}"
+            sizes = [q_len, k_len], [batch * heads, q_len, k_len]
+            what = f"[q_len, k_len] {sizes[0]} or [batch * heads, q_len, k_len] {sizes[1]}"
             raise InvalidInput(f"attn_mask must be {what}, got {list(attn_mask.shape)}")
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask, -math.inf)
@@ -422,14 +423,14 @@ def attend_like_torchscale(
     sequence, in the forward pass. Elsewhere zeros are appended to segments and to the sequence, which
 
     * are attended to as keys where attention is not causal: their score is 0, and they weigh in the softmax;
-    * stay in the results of a segment that is not a multiple of the rate: those of later segments move to the right,
-      and the last ones are cut off.
+    * stay in the results of a segment that is not a multiple of the rate: those of later segments move to the
+      right, and the last ones are cut off.
 
     Branches are merged with weights that have no gradient. `docs/nn.md` shows how far both are apart.
 
     Args:
-        lengths: tokens of each row that are not padding: a row is computed as if it stood alone, with zeros after it.
-            (torchscale itself attends to padding.)
+        lengths: tokens of each row that are not padding: a row is computed as if it stood alone, with zeros after
+            it. (torchscale itself attends to padding.)
         arguments: `dropout_p` and `backend` of `attend`.
     """
     if q.shape[1] != k.shape[1]:
