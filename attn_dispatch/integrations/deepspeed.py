@@ -71,10 +71,8 @@ class LocalAttention(torch.nn.Module):
         """
         given = [type(x).__name__ for x in args if x is not None]
         if given:
-            raise InvalidInput(
-                f"local attention takes no mask by position, got {', '.join(given)}: give LocalAttention a pattern, "
-                "or key_mask=, seq_lens= or documents= of the whole sequence"
-            )
+            what = f"local attention takes no mask by position, got {', '.join(given)}"
+            raise InvalidInput(f"{what}: give a pattern, or key_mask=, seq_lens= or documents=")
         _refuse(arguments)
         q, k, v = (x.transpose(0, 1) if self.batch_dim_idx else x for x in (query, key, value))
         merged = {**self.arguments, **arguments}

@@ -84,10 +84,8 @@ def _checked(original: Callable[..., None]) -> Callable[..., None]:
         if len(silent) == len(kinds):
             registry._active_backend = before
             names = ", ".join(silent) or "no processors"
-            raise InvalidInput(
-                f"{type(self).__name__} never asks diffusers for an attention backend ({names}): its calls of "
-                "PyTorch's function go to attend() inside `with attn_dispatch.replacing_sdpa():`"
-            )
+            what = f"{type(self).__name__} never asks diffusers for an attention backend ({names})"
+            raise InvalidInput(f"{what}: attn_dispatch.replacing_sdpa() replaces its calls of PyTorch's function")
         if silent:
             say_once(
                 f"{type(self).__name__}: {', '.join(silent)} do not ask diffusers for an attention backend and keep "

@@ -146,7 +146,7 @@ def _of_wan(setting: _Setting, processor: Any, tokens: int, text: int | None, ma
 
 def _of_flux(setting: _Setting, processor: Any, tokens: int, text: int | None, mask: Any) -> GridMask:
     if getattr(processor._parallel_config, "context_parallel_config", None) is not None:
-        raise InvalidInput("neighborhood() of Flux, with text beside the image, cannot run with context parallelism")
+        raise InvalidInput("neighborhood() of Flux, with its text, cannot run with context parallelism")
     held = math.prod(setting.pattern.grid)
     if text is not None:
         if tokens != held:

@@ -84,7 +84,8 @@ class Keys(BlockMask):
         return self
 
     def to(self, device: Any, non_blocking: bool = False) -> Keys:  # accelerate's hooks call it
-        masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in (self.key_mask, self.documents))
+        given = self.key_mask, self.documents
+        masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in given)
         return replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Keys:
@@ -277,7 +278,7 @@ def attention(
             pattern = unmasked.pattern_of(module, pattern, getattr(getattr(module, "config", None), NAME, None))
             more["documents"] = unmasked.documents_of(given.get("position_ids"), query.shape[2])
     elif "BlockMask" in vars(sys.modules[type(module).__module__]):
-        what = f"{type(module).__name__} makes a mask of its own, and leaves out block masks, as attn_dispatch's are"
+        what = f"{type(module).__name__} makes a mask of its own, and leaves out attn_dispatch's block masks"
         raise InvalidInput(f"{what}: use attn_implementation='sdpa' or 'eager'")
     else:
         if attention_mask.ndim != 4:

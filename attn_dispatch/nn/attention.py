@@ -130,10 +130,8 @@ class _Attention(nn.Module):
                 raise InvalidInput("rotary_base over a mesh needs positions=shard_positions(length, mesh)")
             return torch.arange(q.shape[1], device=q.device) + (0 if cache is None else len(cache))
         if positions.shape not in ((q.shape[1],), tuple(q.shape[:2])) or positions.is_floating_point():
-            raise InvalidInput(
-                f"positions must be integers [len] or [batch, len], len {q.shape[1]}, batch {q.shape[0]}, "
-                f"got {positions.dtype} {list(positions.shape)}"
-            )
+            what = f"integers [len] or [batch, len], len {q.shape[1]}, batch {q.shape[0]}"
+            raise InvalidInput(f"positions must be {what}, got {positions.dtype} {list(positions.shape)}")
         return positions
 
 
@@ -179,9 +177,8 @@ class MultiheadAttention(_Attention):
                 raise InvalidInput(f"{name} is not supported: it must be {NOT_TAKEN[name][0]}")
         given = {**fields, "num_heads": num_heads, "bias": bias}
         if dropout is not None and given.setdefault("attention_dropout", dropout) != dropout:
-            raise InvalidInput(
-                f"dropout and attention_dropout are one field here, got {dropout} and {given['attention_dropout']}"
-            )
+            got = f"{dropout} and {given['attention_dropout']}"
+            raise InvalidInput(f"dropout and attention_dropout are one field here, got {got}")
         config = AttentionConfig.of(embed_dim, given, (*NOT_OF_ATTENTION, "sub_norm", "norm_eps", "num_layers"))
         if config.like_torchscale:
             raise InvalidInput("like_torchscale is for DilatedAttention")
@@ -259,10 +256,9 @@ class MultiheadAttention(_Attention):
     def _bias(self, attn_mask: Tensor, q: Tensor, k_len: int) -> Tensor:
         batch, q_len, heads = q.shape[0], q.shape[1], self.config.num_heads
         if attn_mask.shape not in ((q_len, k_len), (batch * heads, q_len, k_len)):
-            raise InvalidInput(
-                f"attn_mask must be [q_len, k_len] {[q_len, k_len]} or [batch * heads, q_len, k_len] "
-                f"{[batch * heads, q_len, k_len]}, got {list(attn_mask.shape)}"
-            )
+            sizes = [q_len, k_len], [batch * heads, q_len, k_len]
+            what = f"[q_len, k_len] {sizes[0]} or [batch * heads, q_len, k_len] {sizes[1]}"
+            raise InvalidInput(f"attn_mask must be {what}, got {list(attn_mask.shape)}")
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask, -math.inf)
         return attn_mask.reshape(-1, heads if attn_mask.ndim == 3 else 1, q_len, k_len)
@@ -352,8 +348,7 @@ class DilatedAttention(SeparateProjections):
         **fields: Any,
     ) -> None:
         own = {"num_heads": num_heads, "segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
-        given = {**fields, **{name: value for name, value in own.items() if value is not None}}
-        config = AttentionConfig.of(embed_dim, given, NOT_OF_ATTENTION)
+        config = AttentionConfig.of(embed_dim, {**fields, **own}, NOT_OF_ATTENTION)
         if config.segment_lengths is None:
             raise InvalidInput("missing: segment_lengths and dilation_rates")
         super().__init__(config, order, mesh, backend, device, dtype)
@@ -391,10 +386,9 @@ def _read(key_padding_mask: Tensor | None, batch: int, k_len: int) -> tuple[Tens
         return None, None
     is_added = key_padding_mask.is_floating_point()
     if not (is_added or key_padding_mask.dtype == torch.bool) or key_padding_mask.shape != (batch, k_len):
-        raise InvalidInput(
-            f"key_padding_mask must be bool or floating point [batch, k_len] {[batch, k_len]}, True or -inf for keys "
-            f"to ignore, got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
-        )
+        what = f"bool or floating point [batch, k_len] {[batch, k_len]}, True or -inf for keys to ignore"
+        got = f"{key_padding_mask.dtype} {list(key_padding_mask.shape)}"
+        raise InvalidInput(f"key_padding_mask must be {what}, got {got}")
     if not is_added:
         return ~key_padding_mask, None
     # As torch.nn.TransformerEncoderLayer hands bool masks on; a graph cannot depend on what they hold.
@@ -429,14 +423,14 @@ def attend_like_torchscale(
     sequence, in the forward pass. Elsewhere zeros are appended to segments and to the sequence, which
 
     * are attended to as keys where attention is not causal: their score is 0, and they weigh in the softmax;
-    * stay in the results of a segment that is not a multiple of the rate: those of later segments move to the right,
-      and the last ones are cut off.
+    * stay in the results of a segment that is not a multiple of the rate: those of later segments move to the
+      right, and the last ones are cut off.
 
     Branches are merged with weights that have no gradient. `docs/nn.md` shows how far both are apart.
 
     Args:
-        lengths: tokens of each row that are not padding: a row is computed as if it stood alone, with zeros after it.
-            (torchscale itself attends to padding.)
+        lengths: tokens of each row that are not padding: a row is computed as if it stood alone, with zeros after
+            it. (torchscale itself attends to padding.)
         arguments: `dropout_p` and `backend` of `attend`.
     """
     if q.shape[1] != k.shape[1]:
@@ -451,10 +445,7 @@ def attend_like_torchscale(
         return torch.cat(rows)
     outs, lses = zip(*(_branch(q, k, v, w, r, pattern.is_causal, arguments) for w, r in pattern.branches))
     weights = torch.stack(lses).softmax(0).transpose(2, 3)[..., None]
-    merged = torch.zeros_like(outs[0])
-    for out, weight in zip(outs, weights):
-        merged = merged + out * weight.to(out.dtype)
-    return merged
+    return sum((out * weight.to(out.dtype) for out, weight in zip(outs, weights)), torch.zeros_like(q))
 
 
 def _branch(

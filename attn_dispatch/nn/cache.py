@@ -80,10 +80,8 @@ class KVCache:
             return k, v
         held, got = ((x.shape[0], *x.shape[2:]) for x in (self._keys, k))
         if got != held:
-            raise InvalidInput(
-                f"cache holds (batch, kv_heads, head_dim) {held}, got {got}: "
-                "a KVCache belongs to one module and one batch"
-            )
+            what = f"cache holds (batch, kv_heads, head_dim) {held}, got {got}"
+            raise InvalidInput(f"{what}: a KVCache belongs to one module and one batch")
         if (k.dtype, v.dtype) != (self._keys.dtype, self._values.dtype):
             raise InvalidInput(f"cache holds {self._keys.dtype}, got {k.dtype}: decode as the first tokens were read")
         if self._module not in (None, id(module)):

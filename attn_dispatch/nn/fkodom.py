@@ -136,7 +136,7 @@ class MultiheadDilatedAttention(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A layer's settings and parameters: attention, norms of which the last is in the feed-forward network, and that.
+    """A layer's settings and parameters: attention, norms, and a feed-forward network, in which the last norm is.
 
     Args:
         d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, gamma_init, device, dtype: as there.

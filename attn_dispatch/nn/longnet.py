@@ -27,11 +27,9 @@ class FeedForward(nn.Module):
         self.config = config
         self.fc1 = nn.Linear(config.embed_dim, config.ffn_dim or 0, device=device, dtype=dtype)
         self.fc2 = nn.Linear(config.ffn_dim or 0, config.embed_dim, device=device, dtype=dtype)
-        self.ffn_layernorm = (
-            nn.LayerNorm(config.ffn_dim or 0, eps=config.norm_eps, device=device, dtype=dtype)
-            if config.sub_norm
-            else None
-        )
+        self.ffn_layernorm: nn.LayerNorm | None = None
+        if config.sub_norm:
+            self.ffn_layernorm = nn.LayerNorm(config.ffn_dim or 0, eps=config.norm_eps, device=device, dtype=dtype)
         for each in (self.fc1, self.fc2):
             draw(each, config.gain)
 
@@ -102,10 +100,8 @@ class _LongNetLayer(nn.Module):
                 raise InvalidInput(f"{name} needs a layer made with cross_attention=True")
         elif not isinstance(memory, Tensor) or memory.ndim != 3 or memory.shape[2] != self.config.embed_dim:
             got = list(memory.shape) if isinstance(memory, Tensor) else type(memory).__name__
-            raise InvalidInput(
-                f"memory must be [batch, memory_len, embed_dim] with embed_dim {self.config.embed_dim}, "
-                f"as the layer has cross_attention, got {got}"
-            )
+            what = f"[batch, memory_len, embed_dim] with embed_dim {self.config.embed_dim}"
+            raise InvalidInput(f"memory must be {what}, as the layer has cross_attention, got {got}")
 
     def _dropped(self, added: Tensor) -> Tensor:
         added = functional.dropout(added, self.config.dropout, self.training)

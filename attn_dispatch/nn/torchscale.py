@@ -170,9 +170,8 @@ class LongNetEncoder(nn.Module):
         Raises:
             InvalidInput: attn_mask, multiway_split_position or incremental_state is not None; no tokens are given.
         """
-        _refuse_given(
-            attn_mask=attn_mask, multiway_split_position=multiway_split_position, incremental_state=incremental_state
-        )
+        _refuse_given(attn_mask=attn_mask, incremental_state=incremental_state)
+        _refuse_given(multiway_split_position=multiway_split_position)
         if token_embeddings is None:
             if src_tokens is None or self.embed_tokens is None:
                 raise InvalidInput("give token_embeddings, or src_tokens and embed_tokens")

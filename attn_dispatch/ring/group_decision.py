@@ -98,8 +98,8 @@ class _RankReport:
 
 @dataclass
 class Ranks:
-    """A problem with the reports of all ranks on it, and the sources of their decision, for `decide_by_mode`: each of
-    those is a collective.
+    """A problem with the reports of all ranks on it, and the sources of their decision, for `decide_by_mode`: each
+    of those is a collective.
     """
 
     sharded: ShardedProblem
@@ -143,15 +143,14 @@ class Ranks:
             return self.decision(exchange, "forced", {})
         if exchange is None and self.usable:
             return self.decision(LOCAL, "heuristic", {}) if self.usable == [LOCAL] else None
-        problem = self.sharded.problem
-        what = (
-            f"no exchange can run {problem}{problem.as_given}:" if exchange is None else f"{exchange!r} cannot run it:"
-        )
+        problem, what = self.sharded.problem, f"{exchange!r} cannot run it:"
+        if exchange is None:
+            what = f"no exchange can run {problem}{problem.as_given}:"
         why = {name: self._reason(name) for name in (EXCHANGES if exchange is None else (exchange,))}
         raise NoBackend("\n  ".join([what, *(f"{name}: {reason}" for name, reason in why.items() if reason)]))
 
     def _reason(self, name: str) -> str:
-        """Why an exchange cannot run on all ranks, by the first reasons and the number of the others; "" if it can."""
+        """Why an exchange cannot run on all ranks: the first reasons, the number of the others; "" if it can."""
         why = sorted({each.refusals[name] for each in self.reports} - {""})
         if not why:
             return "" if name in self.usable else NOTHING_TO_EXCHANGE
@@ -178,8 +177,8 @@ class Ranks:
 
     def _is_valid(self, decision: Decision) -> bool:
         """Whether a stored decision can still run, and was measured with this version of torch."""
-        rows = [row for row in decision.candidates if row.id == decision.chosen and row.version == torch.__version__]
-        return decision.choice == NAME and decision.order in self.usable and bool(rows)
+        versions = [row.version for row in decision.candidates if row.id == decision.chosen]
+        return decision.choice == NAME and decision.order in self.usable and versions == [torch.__version__]
 
     def locked_miss(self) -> Decision:
         why = f"no decision is stored on {self.request.silicon}"

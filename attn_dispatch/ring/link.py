@@ -44,8 +44,8 @@ LENGTH, NO_ERROR, DECISION = range(DIGEST_SIZE, DIGEST_SIZE + 3)  #: columns aft
 
 @dataclass(eq=False)
 class Link:
-    """A process group, this rank's number in it, and what its ranks have set up together: kept as long as the group,
-    since ranks that set it up again at different times would wait.
+    """A process group, this rank's number in it, and what its ranks have set up together: kept as long as the
+    group, since ranks that set it up again at different times would wait.
 
     Args:
         decisions: for calls over this group, latest last.

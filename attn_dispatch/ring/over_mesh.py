@@ -57,7 +57,8 @@ class MeshCall:
         lens, plain = self.call.seq_lens, equal_on_ranks(self.local, self.pattern, self.kind)
         # Reading a CUDA tensor would wait for the device.
         values = None if lens is None or lens.device.type != "cpu" else lens.tolist()
-        return {**plain, **self.settings, "order": self.call.order, "torch": str(torch.__version__), "seq_lens": values}
+        about = {"order": self.call.order, "torch": str(torch.__version__), "seq_lens": values}
+        return {**plain, **self.settings, **about}
 
     @cached_property
     def key(self) -> Any:

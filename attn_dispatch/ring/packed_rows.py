@@ -105,7 +105,7 @@ class _Rows:
         out: Any = torch.cat([torch.cat([each[0] if with_lse else each for each in row], 1) for row in rows])
         lse = torch.cat([torch.cat([lse for _, lse in row], 2) for row in rows]) if with_lse else None
         if self.gathered is not None and self.gathered[0].requires_grad:
-            # Every rank takes part in the sum of gradients, whatever its queries see: by a sum of nothing, which is 0.
+            # Every rank takes part in the sum of gradients, whatever its queries see: by a sum of nothing, 0.
             nothing = self.gathered[0][:, :0].sum() + self.gathered[1][:, :0].sum()
             out, lse = (None if x is None else x + nothing.to(x.dtype) for x in (out, lse))
         return self.call.returned(out, lse)

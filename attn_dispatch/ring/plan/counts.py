@@ -70,7 +70,7 @@ class CountedProblem:
         return message_size(1, self.problem) * sum_dtype(self.problem.dtype).itemsize
 
     def bytes_sent(self, rank: int) -> tuple[int, int]:
-        """What `Transport.bytes_sent` counts in a forward and in a backward pass, with every exchange that serves."""
+        """What `Transport.bytes_sent` counts forward and backward, with every exchange that serves."""
         forward = self.counts.sent(rank) * self.row_bytes
         grads = self.counts.received(rank) * self.grad_row_bytes
         return forward, forward + grads if self.problem.needs_grad else 0
@@ -113,18 +113,19 @@ def _pairs(pattern: Pattern, layout: Layout, heads: int) -> Table:
 
 
 def _before_ends(pattern: Pattern, ends: Sequence[int], heads: int) -> Iterator[tuple[int, Tensor]]:
-    """Each branch: the number of heads that have it, and the pairs [query end, key end] of all tokens before both."""
+    """Each branch: the number of heads that have it, and its pairs [query end, key end] of tokens before both."""
     if isinstance(pattern, Neighborhood):
         yield heads, torch.tensor([[_on_grid(pattern, queries, keys) for keys in ends] for queries in ends])
         return
     tokens, at = ends[-1], torch.tensor(ends)
     offsets = (pattern.head_offsets(head, heads) for head in range(heads))
-    for band, count in Counter(band for each in offsets for band in pattern.bands(tokens, tokens, each) or ()).items():
+    bands = Counter(band for each in offsets for band in pattern.bands(tokens, tokens, each) or ())
+    for band, count in bands.items():
         yield count, _in_band(band, at[:, None], at, tokens)
 
 
 def _in_band(band: Band, queries: Tensor, keys: Tensor, tokens: int) -> Tensor:
-    """Pairs of the first `queries` and the first `keys` of `tokens` tokens: of whole segments, and of the last one."""
+    """Pairs of the first `queries` and `keys` of `tokens` tokens: those of whole segments, and of the last one."""
     keys = keys if band.stop is None else keys.clamp(max=band.stop)
     length = torch.tensor(band.segment or tokens)
     whole = queries.minimum(keys) // length
@@ -156,7 +157,7 @@ def _triangle(side: Tensor) -> Tensor:
 
 
 def _on_grid(pattern: Neighborhood, queries: int, keys: int) -> int:
-    """Pairs of the first `queries` and the first `keys` of a grid: in sub-grids, the product of those on each axis."""
+    """Pairs of the first `queries` and `keys` of a grid: in sub-grids, the product of those on each axis."""
     some = product(_sub_grids(pattern.grid, queries), _sub_grids(pattern.grid, keys))
     return sum(math.prod(map(_along, pattern.axes, xs, ys)) for xs, ys in some)
 

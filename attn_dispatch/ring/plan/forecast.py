@@ -14,7 +14,7 @@ from attn_dispatch.ring.plan.schedule import RankSpeed, seconds
 from attn_dispatch.ring.rows.chunking import block_rows, line_of
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
-from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.pattern import Dense, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
 LISTED = 64  #: most bytes of what is listed of a row: positions, indices, bounds in tables
@@ -88,7 +88,7 @@ def _forecast(counted: CountedProblem, exchange: str, speed: RankSpeed | None) -
         memory = [peak_memory_of(counted, exchange, rank) for rank in ranks]
     except LookupError as error:  # no backend supports a part
         return Forecast(exchange, str(error))
-    forward, shipped = zip(*((forward, forward + backward) for forward, backward in map(counted.bytes_sent, ranks)))
+    forward, shipped = zip(*((sent[0], sum(sent)) for sent in map(counted.bytes_sent, ranks)))
     return Forecast(
         exchange=exchange,
         reason="",
@@ -125,11 +125,15 @@ def peak_memory_of(counted: CountedProblem, exchange: str, rank: int) -> PeakMem
         buffers += sum(slots[slot] for slot in GRAD_SLOTS) * counted.grad_row_bytes
     wider = sum_dtype(problem.dtype).itemsize // problem.dtype.itemsize
     share, part = _largest_part(counted, tokens, -(-most // problem.kv_heads))
-    alive = q * wider + lse + int((q + q * wider * (wider > 1) + 3 * lse) * share) + part  # sums, results of a part
+    alive = q * wider + lse + part  # sums, and next the results of a part
+    alive += int((q + q * wider * (wider > 1) + 3 * lse) * share)
     if grads:
         given, sums = 2 * q + 2 * lse, (q + kv) * wider  # out, lse and what they become; dq, dk and dv
-        alive = max(alive, given + sums + int((q + kv) * share) + part + most * counted.grad_row_bytes)
-    hidden = kv * (problem.masked or may_hide(problem)) + q * problem.has_seq_lens * (1 + grads)  # copies with zeros
+        # A window's block has the keys beside it, too.
+        results = int(q * share + kv * min(1.0, 2 * share)) + most * counted.grad_row_bytes
+        alive = max(alive, given + sums + part + results)
+    # Copies with zeros in hidden rows.
+    hidden = kv * (problem.masked or may_hide(problem)) + q * problem.has_seq_lens * (1 + grads)
     listed = LISTED * (tokens + sum(received + sent for received, sent in steps))
     return PeakMemory(q + kv, buffers, q + kv + buffers + gathered * counted.row_bytes + alive + hidden + listed)
 
@@ -153,5 +157,10 @@ def _largest_part(counted: CountedProblem, tokens: int, received: int) -> tuple[
         rows = min(tokens, block_rows(problem, layout))
         part = replace(part, pattern=Dense(), q_len=rows, k_len=rows)
         return rows / tokens, int(solver(part).workspace_bytes(part))
-    keys = max(tokens, received)
-    return 1.0, call_bytes(replace(part, q_len=tokens, k_len=keys), TILE, keys)
+    keys = seen = max(tokens, received)
+    if isinstance(problem.pattern, Neighborhood):  # a tile sees only keys near it
+        seen, stride = TILE, 1
+        for axis in reversed(problem.pattern.axes):
+            seen += (axis.window + axis.stride - 2) * axis.dilation * stride
+            stride *= axis.size
+    return 1.0, call_bytes(replace(part, q_len=tokens, k_len=keys), TILE, min(seen, keys))

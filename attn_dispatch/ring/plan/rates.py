@@ -58,8 +58,8 @@ def _decisions(problem: Problem) -> Iterator[tuple[Decision, Problem]]:
             measured = Problem.from_dict(decision.problem, problem.device)
         except InvalidInput:
             continue
-        natural = measured.pattern is measured.pattern.natural
-        if natural and measured.dtype == problem.dtype and measured.ranks == 1 and measured.q_len == measured.k_len:
+        alike = measured.dtype == problem.dtype and measured.ranks == 1 and measured.q_len == measured.k_len
+        if alike and measured.pattern is measured.pattern.natural:
             yield decision, measured
 
 

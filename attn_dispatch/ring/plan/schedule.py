@@ -1,5 +1,5 @@
-"""Predicts the wall time of a call over many ranks, from the steps of the engine: in each, ranks compute while they
-send and receive.
+"""Predicts the wall time of a call over many ranks, from the steps of the engine: in each, ranks compute while
+they send and receive.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _pass_seconds(
     found = transfers(counted.problem, counted.layout, exchange)
     by_rank: list[list[float]] = []
     for rank in range(counted.layout.ranks):
-        # Of each step: seconds on received rows, rows received and rows sent; nothing in the step of its own rows, and
-        # nothing after the last.
+        # Of each step: seconds on received rows, rows received and rows sent; nothing in the step of its own rows,
+        # and nothing after the last.
         work, received, sent = [0.0], [0.0], [0.0]
         for each in found:
             senders, receivers = each.senders(rank), each.receivers(rank)

@@ -87,8 +87,8 @@ class Listed(NamedTuple):
 def seen_rows(
     pattern: Pattern, tokens: int, chunks: tuple[range, ...], kind: Kind
 ) -> Sequence[Span] | Sequence[Listed]:
-    """The keys that queries of these runs see outside them: by arithmetic where the pattern has bands, since masks of
-    all tokens are slow for many ranks.
+    """The keys that queries of these runs see outside them: by arithmetic where the pattern has bands, since masks
+    of all tokens are slow for many ranks.
     """
     if pattern.bands(tokens, tokens, ()) is None:
         return [Listed(seen_by(pattern, tokens, chunks, kind))]
