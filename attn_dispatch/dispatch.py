@@ -25,7 +25,7 @@ from attn_dispatch.decisions.call import NOT_WRAPPED, resolve
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs.encoding import Encoded, decoded
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
-from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, result_known
 from attn_dispatch.kernels.contract import refusals_of
@@ -207,8 +207,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, **a
     Raises:
         InvalidInput: an argument is wrong. NoBackend: over a mesh, no exchange can run the problem.
     """
-    if "device" in arguments:
-        raise InvalidInput("explain takes attend's arguments, which have no device")
     if unknown := arguments.keys() - set(Call._fields):
         raise TypeError(f"explain() got an unexpected keyword argument {min(unknown)!r}")
     first, *others = explained(Call(q, k, v, pattern, **arguments))
