@@ -109,13 +109,14 @@ def attend(
         raised. NotDecided: locked mode without a stored decision. GroupMismatch: the ranks of a mesh pass different
         arguments. RankLost: a rank is gone, or did not take part within the group's time-out.
     """
-    key = route = None
-    if not (
+    if (
         is_dynamo_compiling() or mesh is not None or sink is not None or documents is not None or cu_seqlens is not None
         or key_lens is not None or alignment != "lower_right"
     ):  # fmt: skip
+        key = route = None
+    else:
         try:
-            key = (
+            route = routes.get(key := (
                 q.shape, k.numel(), pattern, segment_lengths, dilation_rates, is_causal, dropout_p, scale, layout,
                 backend, order, return_lse, first_head, all_heads,
                 None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
@@ -125,8 +126,7 @@ def attend(
                 _grad_enabled(), deterministic_or_warning() and not only_warning(), _threads(), mode_count(),
                 current_flash(), forward_ad._current_level,
                 functional.scaled_dot_product_attention,  # another function inside torch's context_parallel
-            )  # fmt: skip
-            route = routes.get(key)
+            ))  # fmt: skip
             while route is not None and not (
                 route.fits(q, k, v) and (route.precision is None or route.precision == matmul_precision())
             ):
