@@ -246,9 +246,10 @@ class _DeviceSteps:
         candidate replaces it.
         """
         stored = self.on_disk
-        if stored is None or not (stored.is_valid_locked if mode() == "locked" else stored.is_valid):
+        if stored is None:
             return None
-        return self._use(stored)
+        usable = stored.choice is not None and stored.decision.chosen not in stored.changed
+        return self._use(stored) if (usable if mode() == "locked" else stored.is_valid) else None
 
     def locked_miss(self) -> Decision:
         why = f"no decision is stored on {self.request.silicon}"
@@ -260,7 +261,7 @@ class _DeviceSteps:
             command = "run 'attn-dispatch profile' on it first, or use another mode"
             raise NotDecided(f"ATTN_DISPATCH_MODE=locked and {why} for {self.request.problem}; {command}")
         text = f"locked mode, and {why}: `attn-dispatch profile` measures it"
-        rows = (unmeasured.row_of(each, "not_measured", text) for each in self.request.candidates)
+        rows = (unmeasured.unmeasured_row(each, "not_measured", text) for each in self.request.candidates)
         return self.request.decision(None, "heuristic", rows)
 
     def measured(self) -> Decision | None:
@@ -443,4 +444,6 @@ def _forced_among(request: Request, backend: str | None, order: str | None) -> D
             measured = None if measured is None or not look_up.is_believed(measured) else measured
     rows = {} if measured is None else look_up.valid_rows(measured, able)
     choice = None if measured is None else look_up.best_candidate(measured, rows)
-    return unmeasured.decision_among(request, found, choice, rows)
+    if choice is None and (first := static_choice(found)) is not None:
+        choice = first.id
+    return request.decision(choice, "forced", (unmeasured.row_of(each, choice, rows.get(each.id)) for each in found))

@@ -57,11 +57,6 @@ class StoredDecision(NamedTuple):
         """Whether the decision is valid unchanged."""
         return self.choice == self.decision.chosen and not self.changed
 
-    @property
-    def is_valid_locked(self) -> bool:
-        """Whether locked mode accepts it: a measured candidate can run, and the decision's choice is not outdated."""
-        return self.choice is not None and self.decision.chosen not in self.changed
-
 
 def as_prior(stored: StoredDecision | None) -> dict[str, Any]:
     """The arguments of a trial that completes a stored decision: of its changed candidates only, if any."""

@@ -6,7 +6,7 @@ the static choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 
@@ -33,7 +33,7 @@ def static_decision(
     found = request.candidates if found is None else found
     first = static_choice(found)
     chosen = chosen or (None if first is None else first.id)
-    return request.decision(chosen, "heuristic", (_decision_row(each, chosen, None) for each in found))
+    return request.decision(chosen, "heuristic", (row_of(each, chosen) for each in found))
 
 
 def can_run(problem: Problem, name: CandidateId) -> bool:
@@ -58,13 +58,13 @@ def learned_decision(request: Request, prediction: predict.Prediction) -> Decisi
 def _learned_row(each: Candidate, prediction: predict.Prediction) -> Row:
     if each.id == (prediction.backend, prediction.order):
         reason = f"by {len(prediction.evidence)} measured neighbours, confidence {prediction.confidence:.2f}"
-        return row_of(each, "chosen", reason)
+        return unmeasured_row(each, "chosen", reason)
     ratio = prediction.ratios.get(each.id)
     reason = "no neighbour measured it" if ratio is None else f"predicted at {ratio:.2f} times the chosen one's time"
-    return row_of(each, "not_measured", reason)
+    return unmeasured_row(each, "not_measured", reason)
 
 
-def row_of(each: Candidate, status: str, reason: str = "") -> Row:
+def unmeasured_row(each: Candidate, status: str, reason: str = "") -> Row:
     """A row of a candidate that was not measured, unless it is ruled out."""
     return each.row or Row(backend=each.name, order=each.order, status=status, reason=reason, version=each.version)
 
@@ -75,20 +75,6 @@ def check_names(backend: object, order: object) -> None:
         orders.check(order)
     if backend is not None and backend not in registry.names():
         raise InvalidInput(f"backend must be None or one of {', '.join(registry.names())}, got {backend!r}")
-
-
-def decision_among(
-    request: Request, found: Sequence[Candidate], choice: CandidateId | None, valid: Mapping[CandidateId, Row]
-) -> Decision:
-    """A forced decision among the candidates `found`; no choice if none can run.
-
-    Args:
-        choice: the best measured one, if there is one. valid: the measured rows of those that can run.
-    """
-    first = static_choice(found)
-    if choice is None and first is not None:
-        choice = first.id
-    return request.decision(choice, "forced", (_decision_row(each, choice, valid.get(each.id)) for each in found))
 
 
 def forced_candidates(request: Request, backend: str | None, order: str | None) -> list[Candidate]:
@@ -153,9 +139,10 @@ def _unsupported_order(backend: Backend, problem: Problem, order: str, offered: 
     return ruled_out(backend, order, "unsupported", reason)
 
 
-def _decision_row(each: Candidate, choice: CandidateId | None, measured: Row | None) -> Row:
+def row_of(each: Candidate, choice: CandidateId | None, measured: Row | None = None) -> Row:
+    """A candidate's row in a decision for `choice`, by what was measured of it if anything was."""
     if each.row is not None or measured is None:
-        return row_of(each, "chosen" if each.id == choice else "not_measured")
+        return unmeasured_row(each, "chosen" if each.id == choice else "not_measured")
     # Its ratios are relative to the chosen candidate of the race.
     row = msgspec.structs.replace(measured, ratio=None, ratio_low=None, ratio_high=None)
     if each.id == choice and row.status != "chosen":

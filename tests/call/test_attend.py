@@ -269,7 +269,6 @@ def test_an_explanation_is_a_table(measured: bool) -> None:
 
 
 def test_explain_takes_the_arguments_of_attend() -> None:
-    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'colour'"):
-        explain(*qkv(), colour="red")
-    with pytest.raises(InvalidInput, match="explain takes attend's arguments"):
-        explain(*qkv(), device="cpu")
+    for name in ("colour", "device"):
+        with pytest.raises(TypeError, match=rf"explain\(\) got an unexpected keyword argument '{name}'"):
+            explain(*qkv(), **{name: "cpu"})  # type: ignore[arg-type]

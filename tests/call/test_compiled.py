@@ -125,11 +125,6 @@ def test_what_several_calls_make(width: int, arguments: dict[str, Any]) -> None:
     assert all(close(a, b.double()) for a, b in zip(*wants))
 
 
-def test_more_keys_than_queries() -> None:
-    q, k, v = qkv()
-    assert close(aot(attend)(q[:, :1], k, v, Window(5, 0)), attend(q[:, :1], k, v, Window(5, 0)).double())
-
-
 @thinned("arguments", [{"documents": SEVERAL}, {}], 2, ids=["several", "one"])
 def test_gradients_through_lse_alone(arguments: dict[str, Any]) -> None:
     """Values get none: not of one call, and not of several."""

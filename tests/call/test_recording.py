@@ -55,15 +55,6 @@ def test_each_distinct_problem_is_recorded_once(tmp_path: Path, set_mode: Callab
     assert len(path.read_text().splitlines()) == 2 * 3
 
 
-def test_a_second_record_appends(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
-    set_mode("predict")
-    path = tmp_path / "met.jsonl"
-    for pattern in (Dense(), Window(2, 2)):
-        with record(path):
-            attend(*qkv(), pattern)
-    assert [problem.pattern for problem in read_record(path)] == [Dense(), Window(2, 2)]
-
-
 def test_a_problem_is_recorded_before_it_fails(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
     set_mode("locked")
     with record(tmp_path / "met.jsonl"), pytest.raises(NotDecided):
@@ -171,22 +162,26 @@ def test_a_full_disk_fails_no_call(set_mode: Callable[[str], None], warnings: Ca
 def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), record(tmp_path / "no folder" / "met.jsonl"):
         pass
+    path: Any
+    for path in (0, True, None, 1.5):
+        with pytest.raises(InvalidInput, match="path must be a path"), record(path):
+            pass
 
 
-@pytest.mark.parametrize("text", ["-1", "true", '"5"', "1e999"])
-def test_wrong_counts_are_named(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "met.jsonl"
-    path.write_text(json.dumps(Problem.of(*qkv()).to_dict())[:-1] + f', "seconds": {text}}}\n')
-    with pytest.raises(InvalidInput, match=r"line 1: (Expected `float`.*`\$\.seconds`|Number out of range)"):
-        read_record(path)
-
-
-def test_a_line_that_was_cut_off_is_named(tmp_path: Path) -> None:
-    path, line = tmp_path / "met.jsonl", json.dumps(Problem.of(*qkv()).to_dict())
-    path.write_text(f"{line}\n{line[:100]}")
-    with pytest.raises(
-        InvalidInput, match=r"met\.jsonl, line 2: not JSON .* if a run was cut off there, delete the line"
-    ):
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        *(
+            ("{}, " + f'"seconds": {n}}}', "line 1: (Expected `float`|Number out of range)")
+            for n in ("-1", "true", "1e999")
+        ),
+        ("{}}\n{}", r"met\.jsonl, line 2: not JSON .* if a run was cut off there, delete the line"),
+    ],
+)
+def test_wrong_lines_are_named(lines: str, text: str, tmp_path: Path) -> None:
+    path, line = tmp_path / "met.jsonl", json.dumps(Problem.of(*qkv()).to_dict())[:-1]
+    path.write_text(lines.replace("{}", line))
+    with pytest.raises(InvalidInput, match=text):
         read_record(path)
 
 
@@ -270,17 +265,8 @@ def test_training_is_profiled_from_inference_mode() -> None:
     assert all(row.status != "failed" for row in found.candidates)
 
 
-def test_profile_without_problems() -> None:
-    assert profile([], progress=False) == []
-
-
 @pytest.mark.parametrize("budget", [0, *NO_NUMBERS], ids=str)
 def test_profile_refuses_an_invalid_budget(budget: Any) -> None:
+    assert profile([], progress=False) == []
     with pytest.raises(InvalidInput, match="budget_s must be a number > 0 or None"):
         profile([], budget_s=budget, progress=False)
-
-
-@pytest.mark.parametrize("path", [0, True, None, 1.5], ids=str)
-def test_what_is_no_path_is_not_recorded_to(path: Any) -> None:
-    with pytest.raises(InvalidInput, match="path must be a path"), record(path):
-        pass

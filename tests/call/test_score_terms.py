@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dense, Window, attend, explain, register
-from attn_dispatch.backends import flex, native
-from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
+from attn_dispatch.backends import flex
+from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.formula import LARGEST_BIAS
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem
 from tests.support.calls import Plugin, close, status
 from tests.support.pairwise import crossed, thinned
 from tests.support.score_terms import (
@@ -66,11 +65,6 @@ def test_who_computes_what() -> None:
     }
 
 
-def test_native_caps_or_adds() -> None:
-    problem = Problem.of(*tensors(torch.float32), **terms("all", torch.float32))
-    assert [str(each) for each in native.refusals(problem)] == ["caps scores, or adds to them, not both"]
-
-
 @thinned("name", TERMS, 3)
 def test_others_refuse_by_name(name: str) -> None:
     q, k, v = tensors(torch.float32)
@@ -112,15 +106,6 @@ def test_second_derivatives(name: str) -> None:
     inputs = (q, k, v, *(given[key] for key in names))
     assert torch.autograd.gradcheck(call, inputs)
     assert torch.autograd.gradgradcheck(call, inputs)
-
-
-def test_second_derivatives_of_native_are_refused() -> None:
-    q, k, v = tensors(torch.float32)
-    bias = torch.zeros(1, 1, LENGTH, LENGTH, requires_grad=True)
-    out = attend(q, k, v, bias=bias, backend="native")
-    (grad,) = torch.autograd.grad(out.square().sum(), bias, create_graph=True)
-    with pytest.raises(BackendFailed, match="no second derivatives"):
-        torch.autograd.grad(grad.sum(), bias)
 
 
 def test_a_bias_changed_in_place_before_the_backward_pass() -> None:

@@ -172,22 +172,20 @@ def test_sdpa_with_grouped_heads() -> None:
         compat.scaled_dot_product_attention(q, k, k)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_arguments_of_sdpa() -> None:
+    x, options = drawn(2, 4, 9, 8), list[tuple[dict[str, Any], str]]()
+    options += [
         ({"attn_mask": torch.ones(9, 9), "is_causal": True}, "give attn_mask or is_causal, not both"),
-        ({"attn_mask": torch.ones(9, 9, dtype=torch.int64)}, "attn_mask must be a bool or floating-point tensor"),
+        ({"attn_mask": torch.ones(9, 9).long()}, "attn_mask must be a bool or floating-point tensor"),
         ({"attn_mask": torch.ones(3, 9)}, "attn_mask must be broadcastable to [2, 4, 9, 9], got [3, 9]"),
+        ({"attn_mask": torch.ones(3, 1, 1, 9, 9)}, "to [2, 4, 9, 9], got [3, 1, 1, 9, 9]"),
         ({"enable_gqa": torch.ones(2)}, "enable_gqa must be True or False"),
         ({"is_causal": torch.ones(2)}, "is_causal must be True or False"),
-        ({"attn_mask": torch.ones(3, 1, 1, 9, 9)}, "to [2, 4, 9, 9], got [3, 1, 1, 9, 9]"),
-    ],
-)
-def test_wrong_arguments_of_sdpa(options: dict[str, Any], message: str) -> None:
-    x = drawn(2, 4, 9, 8)
-    with pytest.raises(InvalidInput) as raised:
-        compat.scaled_dot_product_attention(x, x, x, **options)
-    assert message in str(raised.value)
+    ]
+    for given, message in options:
+        with pytest.raises(InvalidInput) as raised:
+            compat.scaled_dot_product_attention(x, x, x, **given)
+        assert message in str(raised.value)
 
 
 # --- xFormers ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""What the operators of graphs do around attend() when they run: its settings, its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_dispatch import process_state
+from attn_dispatch.decisions.call import resolve
+from attn_dispatch.decisions.graphs.encoding import Encoded, decoded
+from attn_dispatch.errors import NoBackend
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.autograd import gradients, result_known
+from attn_dispatch.kernels.contract import refusals_of
+from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.problem import Call, Problem
+from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values
+
+_AUTOGRAD_KEYS = [
+    getattr(torch._C.DispatchKey, name) for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
+]
+
+
+@contextmanager
+def as_eager_call(needs_grad: bool) -> Iterator[None]:
+    """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off."""
+    if tracing.context_parallel() is not None:
+        raise NoBackend("inside torch's context_parallel attend() cannot be part of a graph: call it between graphs")
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for each in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(each)
+    with ExitStack() as stack:
+        stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
+        for device in ("cpu", "cuda"):
+            if autocast_dtype(device) is not None:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(torch.set_grad_enabled(needs_grad))
+        stack.enter_context(tracing.inside_operator())
+        yield
+
+
+def call_of(
+    qkv: tuple[Tensor, Tensor, Tensor], given: Sequence[Any], needs_grad: bool, return_lse: bool
+) -> tuple[Call, tuple[Tensor, ...]]:
+    """The call that an operator computes; and its inputs, which are leaves where gradients are needed."""
+    encoded = Encoded(*given)
+    if not needs_grad:
+        return decoded(qkv, encoded, return_lse), qkv
+    inputs = tuple(x.detach().requires_grad_() for x in qkv)
+    if encoded.bias is not None and encoded.bias_needs_grad:
+        inputs = (*inputs, encoded.bias.detach().requires_grad_())
+        encoded = encoded._replace(bias=inputs[3])
+    return decoded(inputs[:3], encoded, return_lse), inputs
+
+
+def results(q: Tensor, out: Tensor, lse: Tensor | None, with_lse: bool) -> tuple[Tensor, Tensor]:
+    """out and lse as an operator returns them: of NaN where it is unknown, so that backward passes compute it again."""
+    if lse is None or not with_lse:
+        shape = (q.shape[0], q.shape[2], q.shape[1]) if with_lse else (0,)
+        lse = q.new_full(shape, torch.nan, dtype=sum_dtype(q.dtype))
+    return out.detach().contiguous(), lse.detach().contiguous()
+
+
+def gradients_of(
+    inputs: tuple[Tensor, ...], found: tuple[Tensor, Tensor | None], weights: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and dbias, which is empty without one, from the gradients of out and lse."""
+    pairs = [(x, weight) for x, weight in zip(found, weights) if x is not None and weight is not None]
+    grads = gradients([x for x, _ in pairs], inputs, [weight for _, weight in pairs], allow_unused=True)
+    whole = (x.new_zeros(x.shape) if grad is None else grad for x, grad in zip(inputs, grads))
+    found_grads = tuple(grad.to(x.dtype).contiguous() for x, grad in zip(inputs, whole))
+    return found_grads if len(inputs) == 4 else (*found_grads, inputs[0].new_empty(0))
+
+
+def with_gradients(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+    """out and lse of a call that is one problem.
+
+    Args:
+        known: out and lse of the forward pass. They are computed again where this left lse out, or was traced without
+            gradients.
+    """
+    problem = Problem.of_call(call)
+    if call.seq_lens is not None:
+        check_seq_lens_values(call.seq_lens, problem.q_len)
+    resolved = resolve(problem, call.backend, call.order)
+    # lse is needed by the backward pass. What decides is the call without it, as where no graph is made.
+    if not call.return_lse and _gives_lse(resolved.backend.split("@")[0], problem):
+        resolved = replace(resolved, problem=replace(problem, return_lse=True))
+    again = known is None or not known[1].numel() or problem in _without_lse
+    with nullcontext() if known is None or again else result_known(call.k, call.v, *known):
+        out, lse = resolved.result(*call.qkv, **call.tensors)
+    if lse is None:
+        _without_lse.add(problem)
+    return out, lse
+
+
+_without_lse: set[Problem] = set()  # problems of forward passes that left lse out
+
+
+@lru_cache(4096)
+def _gives_lse(backend: str, problem: Problem) -> bool:
+    return not refusals_of(registry.load(backend), replace(problem, return_lse=True))
+
+
+process_state.register(process_state.ROUTES, _gives_lse.cache_clear)
+process_state.register(process_state.FACTS, _without_lse.clear)
