@@ -38,10 +38,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     not_measured`; `reason` says why. `error` is the largest absolute error of out against float64 for unit-normal
     inputs. `version` is the backend's, None where it is not installed. `low_ms` and `high_ms` are the 95 % interval of
     the median. `ratio` is this candidate's time over the chosen one's, paired, `ratio_low` and `ratio_high` its 99 %
-    interval. `fastest_ms` is the smallest sample, `first_ms` the first call with one-time work, `device_ms` a call's
-    time on a CUDA device, `host_ms` the host's to enqueue it, `need_ms` the estimated cost of measuring where the
-    budget did not allow it, `measured` the time of measuring in UTC, `failures` how many trials in a row a failed
-    candidate has failed; `open`: it may be much faster than the chosen one, as far as is known. `origin` is
+    interval. `fastest_ms` is the smallest sample, `first_ms` the first call with one-time work, `device_ms` a
+    call's time on a CUDA device, `host_ms` the host's to enqueue it, `need_ms` the estimated cost of measuring
+    where the budget did not allow it, `measured` the time of measuring in UTC, `failures` how many trials in a row
+    a failed candidate has failed; `open`: it may be much faster than the chosen one, as far as is known. `origin` is
     "imported" or "shipped" where another machine measured it, and empty where this one did.
     """
 

@@ -11,12 +11,12 @@ trial whose process ended (`died`) or that did not return (`hung`) is a strike, 
 for other reasons than their backend. A first death excludes nothing; a second one in a row excludes the version for
 `FIRST_HOLD`, and each one after a hold for six times as long, up to `LONGEST_HOLD`. A hang that this process saw, or a
 device that it lost, is certain and excludes at once. Processes that die together are one strike: a trial that
-began before the last one was recorded, or ends within a hold, adds none. A trial that times the version clears them.
+began before the last one was recorded, or ends within a hold, adds none. A trial that succeeds clears them.
 
-The process holds an exclusive lock on its marker (flock): a marker that is free was abandoned, its process is gone. The
-lock ends with its process, in containers and across them, and over NFS where locks are forwarded. Where a file system
-has no such locks, a marker that has not changed for an hour is abandoned. An empty marker blames nobody: its trial has
-not begun, pauses or is over.
+The process holds an exclusive lock on its marker (flock): one that is free was abandoned, its process is gone.
+The lock ends with its process, in containers and across them, and over NFS where locks are forwarded. Where a file
+system has no such locks, a marker that has not changed for an hour is abandoned. An empty one blames nobody: its
+trial has not begun, pauses or is over.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ _own_markers: dict[Path, int] = {}  # this process's markers -> descriptors that
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a marker: the backend, the problem (`title`), and when its trial began, in seconds since 1970."""
+    """The content of a marker: the backend, the problem (`title`), when its trial began, in seconds since 1970."""
 
     backend: str
     version: str | None
@@ -334,7 +334,7 @@ def crash_marker(folder: Path, silicon: str, backend: str, version: str | None, 
 
 
 def place_of(folder: Path, silicon: str) -> Path:
-    """The folder of one silicon's quarantine. Raises ValueError for no fingerprint: paths cannot leave the folder."""
+    """The folder of a silicon's quarantine. Raises ValueError for no fingerprint: no path leaves the folder."""
     return folder / FOLDER / fingerprint(silicon)
 
 
@@ -352,7 +352,7 @@ def abandoned(folder: Path, silicon: str) -> Iterator[tuple[Path, Trial]]:
 
 
 def _abandoned_trial(path: Path, handle: int) -> Trial | None:
-    """The trial whose process is gone; None for others, and for an empty marker, which is removed once it is old."""
+    """The trial whose process is gone; None for others and an empty marker, which is removed once it is old."""
     seen = os.fstat(handle)
     is_old = abs(time.time() - seen.st_mtime) > EXPIRY_S
     if not seen.st_size and not is_old:  # its process may be about to lock it

@@ -229,9 +229,9 @@ def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
     return _with_reason(Candidate(backend, NATURAL, version), "failed", reason)
 
 
-def _exclude(where: str, name: str, version: str | None, kind: Kind, why: str, title: str, scope: str = "") -> None:
-    entry = Entry(backend=name, version=version, silicon=where, kind=kind, scope=scope, reason=why, title=title)
-    Quarantine(cache_folder(), where).add(entry)
+def _exclude(at: str, name: str, version: str | None, kind: Kind, why: str, title: str, scope: str = "") -> None:
+    entry = Entry(backend=name, version=version, silicon=at, kind=kind, scope=scope, reason=why, title=title)
+    Quarantine(cache_folder(), at).add(entry)
 
 
 def quarantine(candidate: Candidate, problem: Problem, address: Address, kind: Kind, why: str, scope: str = "") -> None:

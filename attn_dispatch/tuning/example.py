@@ -143,6 +143,6 @@ def _drawn(problem: Problem, generator: torch.Generator) -> Iterator[Tensor]:
     """q, k, v and, where the problem needs gradients, that of out."""
     q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
-    shapes = ((q_shape, problem.strides[0]), (kv_shape, problem.strides[1]), (kv_shape, problem.strides[2]))
-    for shape, kind in (*shapes, *[(q_shape, "bnhd")] * problem.needs_grad):
+    shapes = (q_shape, kv_shape, kv_shape, *([q_shape] if problem.needs_grad else []))
+    for shape, kind in zip(shapes, (*problem.strides, "bnhd")):
         yield randn(shape, kind, problem.dtype, problem.device, generator)

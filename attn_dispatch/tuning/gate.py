@@ -178,11 +178,10 @@ class Gate:
         if builds or lazy or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
             result, peak, call_ms = self._checked_run(candidate, limit_s)
-        wrote = ["wrote into its inputs"] * self._restored_after(candidate)
-        checked = oracle.check(result)
+        wrote, checked = self._restored_after(candidate), oracle.check(result)
         error = checked.error if checked.error < float("inf") else None
-        if wrote or checked.failures:
-            found = self.incorrect(candidate, wrote or checked.failures)
+        if failures := ("wrote into its inputs",) if wrote else checked.failures:
+            found = self.incorrect(candidate, failures)
             return replace(found, first_ms=first_ms, peak_bytes=peak, error=error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
@@ -205,23 +204,20 @@ class Gate:
 
     def _case_checks(self, candidate: Candidate, cases: Sequence[HardCase], brief: bool) -> list[Check]:
         """A check of each case that the backend accepts; of those that it compiles for alone, `COMPILED_CASES`."""
-        shares = candidate.backend.shares_builds
-        most = len(cases) if shares else COMPILED_CASES
-        accepted = [case for case in cases if not case.refused_by(*candidate.backend_and_order)]
-        if brief and shares:
-            accepted = [case for case in accepted if not first_call_ms(candidate, case.problem)]
-        compiled: set[str] = set()
+        shares, due = candidate.backend.shares_builds, list[HardCase]()
+        left = COMPILED_CASES if not shares else 0 if brief else len(cases)
+        for case in cases:
+            builds = first_call_ms(candidate, case.problem) > 0
+            if (left or not builds) and not case.refused_by(*candidate.backend_and_order):
+                due.append(case)
+                left -= builds
 
         def check(case: HardCase) -> Sequence[str]:
-            if first_call_ms(candidate, case.problem) > 0:
-                if len(compiled) == most:
-                    return ()
-                compiled.add(case.name)
             run = partial(case.run, *candidate.backend_and_order)
             return case.check(self._guarded([run], self._limit_s(candidate, case.problem))[0]).failures
 
-        further = self._further_checks(candidate, accepted[min(1, len(accepted) - 1)].problem) if accepted else []
-        return [*(partial(check, case) for case in accepted), *further]
+        further = self._further_checks(candidate, due[min(1, len(due) - 1)].problem) if due else []
+        return [*(partial(check, case) for case in due), *further]
 
     def _further_checks(self, candidate: Candidate, problem: Problem) -> list[Check]:
         """Checks of further calls of one problem, the last of which is in this thread: nothing could end it."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import errno
+import math
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SLICE_S = 0.25  #: seconds of one wait; time in which the process gets no core counts as one slice at most
 GRACE_S = 0.5  #: seconds that a call may take to end after it was interrupted
 CPU_SLACK = 64 << 20  #: bytes of peak over the declared ones that are tolerated: a CPU peak is the whole process's
 CUDA_SLACK = 2 << 20  #: bytes of peak over the declared ones that are tolerated: the caching allocator's rounding
@@ -124,8 +125,8 @@ class _GuardedThread(threading.Thread, Generic[T]):
                 if self.running and call is not None:
                     self.result = self.context.run(call)
         finally:
-            # From here on `stop` raises nothing in the thread. What it has raised must not be revoked, or every thread
-            # would check for an exception that none finds, and make no progress under a profiler or debugger.
+            # From here on `stop` raises nothing in the thread. What it has raised must not be revoked: every
+            # thread would check for an exception that none finds, and make no progress under a profiler.
             with self.ending:
                 self.running = False
 
@@ -156,10 +157,10 @@ def run_guarded(call: Callable[[], T], timeout_s: float) -> T:
     """Run ``call`` in a separate thread and wait; return its result or raise its exception. One such as
     KeyboardInterrupt, which would end the program, becomes a RuntimeError.
 
-    The caller's grad mode, number of threads, CUDA device and stream and context variables hold inside, not torch's
-    other modes and its default device. Any thread may call this, also inside a guarded call. Ctrl-C in the waiting
-    thread is raised at once, and the call is interrupted. Time nothing inside: the thread has an OpenMP pool of its
-    own, and while two pools exist, GNU's OpenMP lets their threads sleep instead of spin.
+    The caller's grad mode, number of threads, CUDA device and stream and context variables hold inside; torch's
+    other modes and its default device do not. Any thread may call this, also inside a guarded call. Ctrl-C in the
+    waiting thread is raised at once, and the call is interrupted. Time nothing inside: the thread has an OpenMP
+    pool of its own, and while two pools exist, GNU's OpenMP lets their threads sleep instead of spin.
 
     Raises:
         TimedOut: the call did not return within ``timeout_s`` seconds. Python code is interrupted; a thread that never
@@ -185,8 +186,8 @@ def run_at_once(calls: list[Callable[[], T]], timeout_s: float) -> list[T]:
             except RuntimeError as error:  # at interpreter exit, or out of threads
                 say_once(f"a backend is tried without a time limit: {error}")
                 thread.run()
-        end_s = time.monotonic() + timeout_s
-        if not all(thread.done.wait(max(0.0, end_s - time.monotonic())) for thread in threads):
+        slices = math.ceil(timeout_s / SLICE_S)
+        if not any(all(thread.done.wait(timeout_s / slices) for thread in threads) for _ in range(slices)):
             raise TimedOut(timeout_s)
     except BaseException as error:
         for thread in threads:

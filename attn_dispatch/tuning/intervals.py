@@ -83,8 +83,8 @@ def median_interval(samples: Sequence[float], confidence: float = ONE_LOOK) -> I
     """Interval that covers the median of the samples' distribution with at least ``confidence``.
 
     The ends are order statistics, by inversion of the sign test: exact for any continuous distribution (Conover,
-    *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples (under 6 at 95 %, under 11 at 99.9 %)
-    give the smallest to the largest sample, which covers less.
+    *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples (under 6 at 95 %, under 11 at
+    99.9 %) give the smallest to the largest sample, which covers less.
 
     Raises:
         ValueError: there are no samples, or the confidence lies outside (0, 1).
@@ -108,9 +108,9 @@ def ratio_interval(candidate: Timing, baseline: Timing, confidence: float = ONE_
 def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
     """:func:`ratio_interval` at 99.9 %, for comparisons that are looked at repeatedly.
 
-    Fewer than 11 shared rounds span all ratios. From 5 rounds on that span is widened on either side by half of its
-    width, halved for each further round: for normal noise one look errs to one side with probability 0.0033 at 5
-    rounds, 0.0021 at 7 and 0.0008 at 9 (Student's t). Below 5 rounds use a guard, as :func:`ratio_test` does.
+    Fewer than 11 shared rounds span all ratios. From 5 rounds on that span is widened on either side by half of
+    its width, halved for each further round: for normal noise one look errs to one side with probability 0.0033 at
+    5 rounds, 0.0021 at 7 and 0.0008 at 9 (Student's t). Below 5 rounds use a guard, as :func:`ratio_test` does.
     """
     found, shared = ratio_interval(candidate, baseline, REPEATED), shared_rounds(candidate, baseline)
     if not _LEAST_WIDENED <= shared < fewest(REPEATED) or found.low == found.high:
@@ -122,8 +122,8 @@ def sure_interval(candidate: Timing, baseline: Timing) -> Interval:
 def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MARGIN) -> bool:
     """Whether the 99 % :func:`ratio_interval` lies wholly below ``1 - margin``: the test that a decision is made by.
 
-    Also true where :func:`ratio_test` says "faster", which may have ended the race. Fewer than 8 shared rounds have no
-    99 % interval: then every ratio must lie below ``1 - guard``, here at least twice the margin.
+    Also true where :func:`ratio_test` says "faster", which may have ended the race. Fewer than 8 shared rounds have
+    no 99 % interval: then every ratio must lie below ``1 - guard``, here at least twice the margin.
     """
     if ratio_test(candidate, baseline, margin) == "faster":
         return True
@@ -135,11 +135,11 @@ def faster_at_last_look(candidate: Timing, baseline: Timing, margin: float = MAR
 def ratio_test(candidate: Timing, baseline: Timing, margin: float = MARGIN, resolution: float = 0.0) -> RatioTest:
     """Test whether a candidate is faster than the baseline by more than the margin.
 
-    "faster": :func:`sure_interval` lies wholly below ``1 - guard``. "not": wholly at or above ``1 - margin``. "close":
-    undecided, but the ratio is known to within ``resolution``. "open": more rounds may decide.
+    "faster": :func:`sure_interval` lies wholly below ``1 - guard``. "not": wholly at or above ``1 - margin``.
+    "close": undecided, but the ratio is known to within ``resolution``. "open": more rounds may decide.
 
-    The guard is the margin; with fewer than 6 shared rounds it is at least 0.02, doubled for each round short of 6:
-    0.04 at 5 rounds, 0.64 at one. Equal candidates pass by sign alone with probability 2**-n.
+    The guard is the margin; with fewer than 6 shared rounds at least 0.02, doubled for each round short of 6: 0.04
+    at 5 rounds, 0.64 at one. Equal candidates pass by sign alone with probability 2**-n.
     """
     interval, shared = sure_interval(candidate, baseline), shared_rounds(candidate, baseline)
     if interval.high < 1.0 - _guard(shared, margin):

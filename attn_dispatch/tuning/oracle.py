@@ -34,7 +34,7 @@ KEY_BYTES = 2**27  #: bytes of keys in float64, and the same again of values; pa
 STEP_PAIRS = 2**13  #: the same where a single call waits for a step of a trial; heads are drawn then too
 ONE_THREAD = 2**19  #: entries of q or k up to which a single thread compares results
 GRADIENTS = ("dq", "dk", "dv", "dbias")
-MEETING_S = 0.1  #: seconds that two calls wait for one another to begin at once
+MEETING_S = 1.0  #: seconds that two calls wait for one another to begin at once
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 FEWEST_HEADS = 2  #: the same of heads
 
@@ -98,7 +98,8 @@ class Oracle:
     def of(cls, example: Example, pairs: int | None = None) -> Oracle:
         """Evaluate the expected results, of rows with about `pairs` (`PAIRS`) query-key pairs. Raises NoReference."""
         example, grad, grad_lse = example.without_dropout(), None, None
-        rows, heads = (x.to(example.problem.device) for x in draw(example.problem, PAIRS if pairs is None else pairs))
+        drawn = draw(example.problem, PAIRS if pairs is None else pairs)
+        rows, heads = (x.to(example.problem.device) for x in drawn)
         with _threads_for(example.problem):
             if example.grad is not None:
                 grad = torch.zeros_like(example.grad)
@@ -177,6 +178,7 @@ class Oracle:
         oracles, meeting = (self, self.again().negate()), threading.Barrier(2)
 
         def call(oracle: Oracle) -> dict[str, Tensor]:
+            oracle.example.facts()  # what a thread does once comes before the calls meet
             with suppress(threading.BrokenBarrierError):
                 meeting.wait(MEETING_S)
             return oracle.run(backend, order)

@@ -36,8 +36,8 @@ from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, warned_
 
 
 class Limits(NamedTuple):
-    """Limits of a trial that a caller waits for, and what its race gets at least: seconds, and calls of the fastest
-    candidate so far besides.
+    """Limits of a trial that a caller waits for, and what its race gets at least: seconds, and calls of the
+    fastest candidate so far besides.
     """
 
     fixed_s: float
@@ -83,7 +83,7 @@ def trial_of(
 
     Args:
         budget_s: seconds that the trial may take, `prepare` not included; None for no limit.
-        waiting: a caller waits: the problem's own calls limit the trial too, and only the choice runs the hard cases.
+        waiting: a caller waits: the problem's own calls limit the trial too, and the choice alone runs hard cases.
         limits: of such a trial, by default `WAITING`.
         prior: the stored decision. Its choice is the incumbent; rows of candidates that are not measured again stay.
         changed: with `prior`, the candidates to measure, with the best of the others; None for all.
