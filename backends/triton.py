@@ -57,7 +57,7 @@ name = "triton"
 shares_builds = True
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
-BUILDING = 8  #: 64-bit temporaries for one list
+BUILDING = 64  #: times a list, while it is built
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
