@@ -226,7 +226,7 @@ class _CompiledAttention:
     def __call__(self, *inputs: Tensor | None) -> Any:
         if self.ready:
             return self.function(*inputs)
-        with warnings.catch_warnings(), requirements.without_launchers():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about the compiler's internals
             result = self.function(*inputs)
         self.ready = True

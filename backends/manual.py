@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, refuse_ranks
-from attn_dispatch.kernels.formula import ScoreTerms, formula, multiplicity_of, probabilities, score_terms_of
+from attn_dispatch.kernels.formula import ScoreTerms, formula, probabilities, score_terms_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.kernels.numerics import multiplicity_of, sum_dtype
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem

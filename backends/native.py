@@ -16,39 +16,16 @@ from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result, refuse_
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.limits import ANY, Limits
-from attn_dispatch.kernels.native import library
-from attn_dispatch.kernels.native.run import (
-    DTYPES,
-    HEAD_DIM,
-    NO_ADDRESS,
-    NativePasses,
-    padded_width,
-    pair_count,
-    scratch_bytes,
-    sums_apart,
-    threads_per_key_head,
-)
-from attn_dispatch.kernels.native.run import (
-    partial as partial,
-)
-from attn_dispatch.kernels.native.run import (
-    specialized as specialized,
-)
-from attn_dispatch.kernels.native.tables import (
-    PERIOD_LIMIT,
-    NativeTables,
-    dilation_period,
-    document_tables,
-    native_table_bytes,
-    native_tables,
-    neighborhood_and_order,
-)
+from attn_dispatch.kernels.native import library, tables
+from attn_dispatch.kernels.native import run as passes
+from attn_dispatch.kernels.native.run import DTYPES, HEAD_DIM, NO_ADDRESS, NativePasses
+from attn_dispatch.kernels.native.tables import PERIOD_LIMIT, NativeTables, native_tables
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 
 name = "native"
-score_terms = SCORE_TERMS
+score_terms, partial, specialized = SCORE_TERMS, passes.partial, passes.specialized
 
 LIMITS = Limits("cpu", dict.fromkeys(DTYPES, ANY), head_dim=HEAD_DIM, grad_lse=True, masks=True)
 
@@ -60,9 +37,9 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = LIMITS.refusals(problem)
-    if neighborhood_and_order(problem.pattern)[0] is None:
+    if tables.neighborhood_and_order(problem.pattern)[0] is None:
         found += refuse_pattern(problem, (Dense, Window, Dilated, Neighborhood))
-    if (tokens := dilation_period(problem.pattern)) > PERIOD_LIMIT:
+    if (tokens := tables.dilation_period(problem.pattern)) > PERIOD_LIMIT:
         found.append(Refusal("pattern", f"its dilation rates repeat every {tokens} tokens, over {PERIOD_LIMIT}"))
     if problem.softcap and len(problem.score_terms) > 1:
         found.append(Refusal("scores", "caps scores, or adds to them, not both"))
@@ -92,19 +69,19 @@ def prepared() -> bool:
 
 
 def flops(problem: Problem) -> int:
-    return problem.batch * pair_count(problem) * problem.head_dim * (14 if problem.needs_grad else 4)
+    return problem.batch * passes.pair_count(problem) * problem.head_dim * (14 if problem.needs_grad else 4)
 
 
 def workspace_bytes(problem: Problem) -> int:
-    width, grads = padded_width(problem.head_dim), problem.needs_grad
-    total = scratch_bytes(problem) + max(native_table_bytes(problem, order) for order in orders(problem))
+    width, grads = passes.padded_width(problem.head_dim), problem.needs_grad
+    total = passes.scratch_bytes(problem) + max(tables.native_table_bytes(problem, order) for order in orders(problem))
     q, k = problem.batch * problem.heads * problem.q_len, problem.batch * problem.kv_heads * problem.k_len
     total += 4 * q * (3 if grads else 1) + problem.batch * (problem.k_len * problem.has_key_mask + 8)
     # Rows with a last stride over 1 are copied; so may be out's gradient.
     item = problem.head_dim * problem.dtype.itemsize
     total += item * (sum(n for n, kind in zip((q, k, k), problem.strides) if kind[-1:] != "d") + q * grads)
     if grads:  # sums of every thread that has a key head, and their total
-        total += 4 * sums_apart(problem) or 8 * k * width * (1 + threads_per_key_head(problem)) + item * k
+        total += 4 * passes.sums_apart(problem) or 8 * k * width * (1 + passes.threads_per_key_head(problem)) + item * k
     if problem.bias:  # in float32, and its gradient before it is summed
         pairs = 4 * problem.q_len * problem.k_len
         total += pairs * (2 * math.prod(problem.bias) + problem.batch * problem.heads * problem.bias_needs_grad)
@@ -119,11 +96,11 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATUR
 def run_documents(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
 ) -> Result:
-    return _run(q, k, v, problem, document_tables(problem, lengths), tensors)
+    return _run(q, k, v, problem, tables.document_tables(problem, lengths), tensors)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, tables: tuple[NativeTables, ...], tensors: dict[str, Tensor]
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, parts: tuple[NativeTables, ...], tensors: dict[str, Tensor]
 ) -> Result:
     key_mask, seq_lens = tensors.get("key_mask"), tensors.get("seq_lens")
     seen = None if key_mask is None else key_mask.contiguous()
@@ -135,7 +112,7 @@ def _run(
     bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
     wide = None if bias is None else bounded(bias.detach(), torch.float32)
     slopes = None if slopes is None else slopes.float().resolve_neg().contiguous()
-    native = NativePasses(problem, tables[0], seen, lengths, wide, slopes, tables[1:])
+    native = NativePasses(problem, parts[0], seen, lengths, wide, slopes, parts[1:])
     # Its masks keep the kernel from reading keys; a bias does not.
     call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)
     if problem.needs_grad:

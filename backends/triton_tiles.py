@@ -1,7 +1,7 @@
 """Fused Triton kernels over tile pairs with visible keys: Neighborhood and Dilated, in any token order.
 
 Tokens are read by position; nothing is gathered or permuted in memory. Besides results there are lse, one more sum per
-query, and the lists of `kernels/tiles/lists`. The kernels are `tile_forward` and `tile_backward` in `kernels/triton`.
+query, and the lists of `kernels/tiles/tables`. The kernels are `tile_forward` and `tile_backward` in `kernels/triton`.
 
 The backend `triton` has no runs for Neighborhood, and with Dilated it reads a key once for each branch, this one once
 for all. Tokens that the caller stores in another order are tiled as stored. Dense and Window are left to `triton`,
@@ -23,9 +23,14 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.device_cache import is_noted, note
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs, tile_table_bytes
-from attn_dispatch.kernels.tiles.lists import forget_lists, tile_lists_bytes, tile_lists_of
-from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES
+from attn_dispatch.kernels.tiles.estimates import (
+    PAIR_LIMIT,
+    estimated_keys,
+    estimated_pairs,
+    tile_lists_bytes,
+    tile_table_bytes,
+)
+from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_lists, tile_lists_of
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, parts_of, precision
 from attn_dispatch.kernels.triton.support import (

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.kernels.numerics import rows_of_bias, sum_dtype
 from attn_dispatch.spec.problem import Problem
 
 
@@ -85,31 +84,6 @@ def softmax(scores: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     return scores.softmax(-1).masked_fill(~seen, 0.0), lse
 
 
-def multiplicity_of(
-    problem: Problem, heads: Sequence[int], q_pos: Tensor, tensors: Mapping[str, Tensor]
-) -> Tensor | None:
-    """The multiplicity [(batch,) heads or 1, queries, keys] of these heads and queries, or None if it is all 1.
-
-    Args:
-        tensors: those of the call besides q, k and v, by the names of attend()'s arguments. A bias of -inf hides a key.
-    """
-    bias = tensors.get("bias")
-    if problem.pattern == Dense() and not problem.masked and bias is None:
-        return None
-    # Most patterns are equal for all heads: one logarithm is then enough.
-    alike = not problem.pattern.head_offsets(0, problem.heads)
-    counts = problem.pattern.multiplicity(
-        problem.q_len,
-        problem.k_len,
-        problem.heads,
-        seq_lens=tensors.get("seq_lens"),
-        key_mask=tensors.get("key_mask"),
-        h_pos=heads[:1] if alike else heads,
-        q_pos=q_pos,
-    )
-    return counts if bias is None else counts * (rows_of_bias(bias, heads, q_pos) != -math.inf)
-
-
 def score_terms_of(
     problem: Problem, heads: Sequence[int], q_pos: Tensor, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> ScoreTerms:
@@ -132,11 +106,6 @@ def bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
     most = min(LARGEST_BIAS, torch.finfo(bias.dtype).max)
     within = bias.clamp(-most, most)
     return torch.where(bias == -math.inf, bias, within).to(dtype)
-
-
-def rows_of_bias(bias: Tensor, heads: Sequence[int], q_pos: Tensor) -> Tensor:
-    """The bias of these heads and queries, [1 or batch, 1 or heads, queries, keys]."""
-    return bias[:, torch.as_tensor(heads if bias.shape[1] > 1 else [0], device=bias.device)[:, None], q_pos]
 
 
 # --- rounding ---------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.device_cache import DeviceCache
-from attn_dispatch.kernels.formula import multiplicity_of
 from attn_dispatch.kernels.heads import heads_by_kind
+from attn_dispatch.kernels.numerics import multiplicity_of
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.orders import permutation, token_order_of
 from attn_dispatch.spec.pattern import Pattern

@@ -1,7 +1,9 @@
-"""The dtype of sums, and merging partial results in it."""
+"""The dtype of sums, merging partial results in it, and what a problem's formula takes: multiplicity and bias."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 
 #: Kernels flush smaller scales to 0.
@@ -81,3 +84,33 @@ def with_positive_scale(q: Tensor, problem: Problem) -> tuple[Tensor, Problem]:
         return q, problem
     sign, size = (0.0, 1.0) if abs(problem.scale) < least else (-1.0, -problem.scale)
     return q * sign, replace(problem, scale=size)
+
+
+def multiplicity_of(
+    problem: Problem, heads: Sequence[int], q_pos: Tensor, tensors: Mapping[str, Tensor]
+) -> Tensor | None:
+    """The multiplicity [(batch,) heads or 1, queries, keys] of these heads and queries, or None if it is all 1.
+
+    Args:
+        tensors: those of the call besides q, k and v, by the names of attend()'s arguments. A bias of -inf hides a key.
+    """
+    bias = tensors.get("bias")
+    if problem.pattern == Dense() and not problem.masked and bias is None:
+        return None
+    # Most patterns are equal for all heads: one logarithm is then enough.
+    alike = not problem.pattern.head_offsets(0, problem.heads)
+    counts = problem.pattern.multiplicity(
+        problem.q_len,
+        problem.k_len,
+        problem.heads,
+        seq_lens=tensors.get("seq_lens"),
+        key_mask=tensors.get("key_mask"),
+        h_pos=heads[:1] if alike else heads,
+        q_pos=q_pos,
+    )
+    return counts if bias is None else counts * (rows_of_bias(bias, heads, q_pos) != -math.inf)
+
+
+def rows_of_bias(bias: Tensor, heads: Sequence[int], q_pos: Tensor) -> Tensor:
+    """The bias of these heads and queries, [1 or batch, 1 or heads, queries, keys]."""
+    return bias[:, torch.as_tensor(heads if bias.shape[1] > 1 else [0], device=bias.device)[:, None], q_pos]

@@ -91,13 +91,6 @@ def per_axis(name: str, value: tuple[T, ...], axes: int) -> tuple[T, ...]:
     return value
 
 
-def booleans(name: str, value: object) -> tuple[bool, ...]:
-    items: Any = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    for item in items:
-        boolean(name, item)
-    return items  # type: ignore[no-any-return]
-
-
 def neighborhood(
     grid: object, window: object, dilation: object, is_causal: object, edges: str, stride: object
 ) -> dict[str, tuple[int, ...]]:
@@ -108,7 +101,10 @@ def neighborhood(
     choice("edges", edges, ("clip", "shift"))
     widths = per_axis("window", integers("window", window), len(sizes))
     steps = per_axis("dilation", integers("dilation", dilation), len(sizes))
-    causal = per_axis("is_causal", booleans("is_causal", is_causal), len(sizes))
+    flags: Any = tuple(is_causal) if isinstance(is_causal, (tuple, list)) else (is_causal,)
+    for flag in flags:
+        boolean("is_causal", flag)
+    causal = per_axis("is_causal", flags, len(sizes))
     strides = per_axis("stride", integers("stride", stride), len(sizes))
     for size, width, step, shared in zip(sizes, widths, steps, strides):
         if edges == "clip":

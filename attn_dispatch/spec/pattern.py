@@ -8,11 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import ascending, boolean, choice, integer, integers, neighborhood
-from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_reach, grid_seen
+from attn_dispatch.spec.reach import Axis, Band, Offsets, Reach, grid_pairs, grid_reach, grid_seen
 from attn_dispatch.text import where_true
 
 if TYPE_CHECKING:
@@ -122,11 +122,7 @@ class Pattern(ABC):
         return sum(band.pairs(q_len, k_len) for band in self.bands(q_len, k_len, offsets) or ())
 
     def seen(self, queries: Tensor, q_len: int, k_len: int, offsets: Offsets) -> Tensor:
-        """Bool [k_len]: keys that at least one of these queries of a head with these offsets sees.
-
-        Args:
-            queries: int64 positions.
-        """
+        """Bool [k_len]: keys that at least one of these queries, int64 positions, sees in a head with these offsets."""
         import torch
 
         bands = self.bands(q_len, k_len, offsets) or ()
@@ -147,9 +143,13 @@ class Pattern(ABC):
         """The pattern of tensors that hold a share of `all_heads`, from `first_head` on."""
         return self
 
+    later: ClassVar[dict[str, Any]] = {}  #: fields that are younger than stored keys, with their values in those
+
     def to_dict(self) -> dict[str, Any]:
-        """The class name as "kind", and the fields as JSON values."""
-        return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+        """The class name as "kind", and the fields as JSON values, without `later` ones that change nothing."""
+        plain = {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+        given = {name: plain[name] for name in self.later} != self.later
+        return plain if given else {name: value for name, value in plain.items() if name not in self.later}
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +190,7 @@ class Window(Pattern):
     left: int | None = None
     right: int | None = None
     sinks: int = 0
+    later = {"sinks": 0}
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
@@ -214,11 +215,6 @@ class Window(Pattern):
         if left is None and right in (None, 0):
             return Dense(is_causal=right == 0)
         return Window(left, right, 0 if left is None else self.sinks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Omits `sinks` where it is 0, so that stored keys of windows without sinks stay valid."""
-        found = {"kind": "Window", "left": self.left, "right": self.right}
-        return {**found, "sinks": self.sinks} if self.sinks else found
 
     def __repr__(self) -> str:
         sinks = f", sinks={self.sinks}" if self.sinks else ""
@@ -253,6 +249,7 @@ class Dilated(Pattern):
     heads: Literal["all", "split"] = "all"
     first_head: int = 0
     all_heads: int | None = None
+    later = {"first_head": 0, "all_heads": None}
 
     def __post_init__(self) -> None:
         lengths = integers("segment_lengths", self.segment_lengths)
@@ -347,12 +344,6 @@ class Dilated(Pattern):
             raise InvalidInput("give first_head and all_heads to the pattern or to the call, not both")
         return replace(self, first_head=first_head, all_heads=all_heads)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Omits `first_head` and `all_heads` where tensors hold all heads, so that stored keys stay valid."""
-        plain = {"kind": "Dilated", **asdict(self)}
-        shared = self.first_head or self.all_heads
-        return plain if shared else {name: plain[name] for name in plain if name not in ("first_head", "all_heads")}
-
     def __str__(self) -> str:
         share = f"heads from {self.first_head} of {self.all_heads}"
         options = {"causal": self.is_causal, "offsets=block": self.offsets == "block"}
@@ -410,13 +401,7 @@ class Neighborhood(Pattern):
         return [grid_reach(self.axes, queries + (k_len - q_len), keys)]
 
     def pairs(self, q_len: int, k_len: int, offsets: Offsets) -> int:
-        import torch
-
-        seen, stride, places = torch.ones(q_len, dtype=torch.int64), k_len, torch.arange(k_len - q_len, k_len)
-        for axis in self.axes:
-            stride //= axis.size
-            seen *= axis.counts()[places // stride % axis.size]
-        return int(seen.sum())
+        return grid_pairs(self.axes, q_len)
 
     def seen(self, queries: Tensor, q_len: int, k_len: int, offsets: Offsets) -> Tensor:
         return grid_seen(self.axes, queries + (k_len - q_len))
@@ -438,10 +423,9 @@ class Neighborhood(Pattern):
         half = (self.window[0] - 1) // 2
         return Window(half, 0 if self.is_causal[0] else half).simplify(q_len, k_len, heads)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Omits `stride` where it is 1 on every axis, so that stored keys stay valid."""
-        plain = {"kind": "Neighborhood", **asdict(self)}
-        return plain if max(self.stride) > 1 else {name: plain[name] for name in plain if name != "stride"}
+    @property
+    def later(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"stride": (1,) * len(self.grid)}
 
     def __str__(self) -> str:
         options = {f"dilation={self.dilation}": max(self.dilation) > 1, f"causal={self.is_causal}": any(self.is_causal)}

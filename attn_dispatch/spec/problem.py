@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.checks import boolean, integer, number
+from attn_dispatch.spec.checks import boolean, choice, integer, number
 from attn_dispatch.spec.groups import SCORE_TERMS, key_of
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -211,6 +211,7 @@ class Problem:
             raise InvalidInput("alibi_slopes count places in the sequence: give tokens in natural order, not Reordered")
         boolean("return_lse", call.return_lse)
         default_scale = math.pow(head_dim, -0.5)
+        strides = {name: stride_class(tuple(x.shape), x.stride(), dtype.itemsize) for name, x in tensors.items()}
         return cls(
             pattern=chosen.simplify(max(1, q_len), max(1, k_len), heads),
             given=given,
@@ -229,7 +230,7 @@ class Problem:
             return_lse=call.return_lse,
             has_seq_lens=call.seq_lens is not None,
             has_key_mask=call.key_mask is not None,
-            strides=_strides(tensors, dtype),
+            strides=(strides["q"], strides["k"], strides["v"]),
             deterministic=deterministic(),
             matmul_precision=matmul_precision() if dtype == torch.float32 else "highest",
             softcap=_softcap(call.softcap),
@@ -351,20 +352,16 @@ def _share(first_head: object, all_heads: object, heads: int) -> tuple[int, int]
 def _check_fields(problem: Problem) -> None:
     """Check the fields of a problem from a file, as `of` checks arguments."""
     for name in ("batch", "q_len", "k_len", "heads", "kv_heads", "head_dim", "ranks"):
-        value = getattr(problem, name)
-        if type(value) is not int or value < 1:
-            raise InvalidInput(f"{name} must be an integer >= 1, got {value!r}")
+        integer(name, getattr(problem, name), 1)
     if problem.heads % problem.kv_heads:
         raise InvalidInput(f"kv_heads must divide heads, got {problem.kv_heads} and {problem.heads}")
     for name in ("needs_grad", "return_lse", "has_seq_lens", "has_key_mask", "deterministic", "bias_needs_grad"):
-        if type(getattr(problem, name)) is not bool:
-            raise InvalidInput(f"{name} must be True or False, got {getattr(problem, name)!r}")
+        boolean(name, getattr(problem, name))
     if problem.has_seq_lens and problem.q_len != problem.k_len:
         raise InvalidInput(f"seq_lens needs q_len == k_len, got {problem.q_len} and {problem.k_len}")
     if len(problem.strides) != 3 or not all(map(is_stride_class, problem.strides)):
         raise InvalidInput(f"strides must be the stride classes of q, k and v, got {problem.strides!r}")
-    if problem.matmul_precision not in PRECISIONS:
-        raise InvalidInput(f"matmul_precision must be one of {PRECISIONS}, got {problem.matmul_precision!r}")
+    choice("matmul_precision", problem.matmul_precision, PRECISIONS)
     if not isinstance(problem.flash_kernel, str):
         raise InvalidInput(f"flash_kernel must be a name or empty, got {problem.flash_kernel!r}")
     _scale(problem.scale)
@@ -391,11 +388,6 @@ def _softcap(softcap: object) -> float:
 def dropout(dropout_p: object) -> float:
     """`dropout_p`, checked."""
     return number("dropout_p", dropout_p, lambda p: 0 <= p < 1, "a number with 0 <= dropout_p < 1")
-
-
-def _strides(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, str, str]:
-    q, k, v = (stride_class(tuple(t.shape), t.stride(), dtype.itemsize) for t in tensors.values())
-    return q, k, v
 
 
 def _pattern(plain: Mapping[str, Any]) -> Pattern:

@@ -106,11 +106,7 @@ class Band(NamedTuple):
         return range(start, max(start, stop if self.high is None else min(stop, queries.stop + self.high)))
 
     def seen(self, queries: Tensor, k_len: int) -> Tensor:
-        """Bool [k_len]: keys that at least one of these queries sees.
-
-        Args:
-            queries: int64 positions.
-        """
+        """Bool [k_len]: keys that at least one of these queries, int64 positions, sees."""
         import torch
 
         queries = queries if self.rate == 1 else queries[self.selected(queries + self.ahead)]
@@ -187,9 +183,8 @@ class Axis(NamedTuple):
         """How many keys each coordinate sees: int64 [size]."""
         import torch
 
-        x = torch.arange(self.size)
-        low, high = self.places(x)
-        return (high.minimum(self._members(x) - 1) - low.clamp(min=0) + 1).clamp(min=0)
+        low, high = self.bounds()
+        return (high.minimum(self._members(torch.arange(self.size)) - 1) - low.clamp(min=0) + 1).clamp(min=0)
 
     def _members(self, x: Tensor) -> Tensor:
         """How many coordinates the residue class of each has."""
@@ -210,27 +205,21 @@ def grid_reach(axes: tuple[Axis, ...], queries: Tensor, keys: Tensor) -> Reach:
         axes: of the grid, row-major.
         queries, keys: int64 positions.
     """
-    first: list[Tensor] = []
-    last: list[Tensor] = []
-    at: list[Tensor] = []
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
     stride = 1
     for axis in reversed(axes):
         x, y = (positions // stride % axis.size for positions in (queries, keys))
         low, high = (each.to(x.device) for each in axis.bounds())
-        first, last, at = [low[x], *first], [high[x], *last], [y // axis.dilation, *at]
+        found.append((low[x], high[x], y // axis.dilation))
         if axis.dilation > 1:
-            residue = x % axis.dilation
-            first, last, at = [residue, *first], [residue, *last], [y % axis.dilation, *at]
+            found.append((x % axis.dilation, x % axis.dilation, y % axis.dilation))
         stride *= axis.size
-    return Reach(tuple(first), tuple(last), tuple(at))
+    first, last, at = zip(*reversed(found))
+    return Reach(first, last, at)
 
 
 def grid_seen(axes: tuple[Axis, ...], queries: Tensor) -> Tensor:
-    """Bool [tokens]: keys that at least one of these queries sees, axis by axis.
-
-    Args:
-        queries: int64 positions.
-    """
+    """Bool [tokens]: keys that at least one of these queries, int64 positions, sees; axis by axis."""
     import torch
 
     sizes = tuple(axis.size for axis in axes)
@@ -248,3 +237,11 @@ def grid_seen(axes: tuple[Axis, ...], queries: Tensor) -> Tensor:
             seen[..., start :: axis.dilation] = edges[..., :-1].cumsum(-1) > 0
         found = seen.movedim(-1, number)
     return found.reshape(-1)
+
+
+def grid_pairs(axes: tuple[Axis, ...], q_len: int) -> int:
+    """Query-key pairs of the last `q_len` tokens."""
+    seen = axes[0].counts()
+    for axis in axes[1:]:
+        seen = (seen[:, None] * axis.counts()).flatten()
+    return int(seen[-q_len:].sum())

@@ -22,7 +22,7 @@ from torch import Tensor
 from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, runner, traces
-from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.kernels.numerics import multiplicity_of, rows_of_bias, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example, make
@@ -217,7 +217,7 @@ class Oracle:
         if name in ("out", "dq"):
             return tensor[:, self.rows[:, None], self.heads]
         if name == "dbias":
-            return formula.rows_of_bias(tensor, self.heads.tolist(), self.rows)
+            return rows_of_bias(tensor, self.heads.tolist(), self.rows)
         group = self.example.problem.heads // self.example.problem.kv_heads
         return tensor[:, :, torch.unique(self.heads // group)]
 
@@ -285,7 +285,7 @@ def draw(problem: Problem, pairs: int) -> tuple[Tensor, Tensor]:
 class _Sample:
     """The drawn rows and heads of q and of the gradients, and the heads of k and v that they read.
 
-    `counts` is the multiplicity (`formula.multiplicity_of`); `kv_index` maps a drawn head to its head in `k`.
+    `counts` is the multiplicity (`numerics.multiplicity_of`); `kv_index` maps a drawn head to its head in `k`.
     """
 
     problem: Problem
@@ -304,7 +304,7 @@ class _Sample:
         problem, masks = example.problem, example.masks
         kv, index = torch.unique(heads // (problem.heads // problem.kv_heads), return_inverse=True)
         grad = None if example.grad is None else example.grad[:, rows[:, None], heads]
-        counts = formula.multiplicity_of(problem, heads.tolist(), rows, masks)
+        counts = multiplicity_of(problem, heads.tolist(), rows, masks)
         q = example.q.detach()[:, rows[:, None], heads]
         keys, values = example.k.detach()[:, :, kv], example.v.detach()[:, :, kv]
         lse = None if grad_lse is None else grad_lse[:, heads[:, None], rows]
@@ -317,7 +317,7 @@ class _Sample:
         bias = masks["bias"].detach() if problem.bias_needs_grad else None
         others = {name: x.detach() for name, x in masks.items() if bias is None or name != "bias"}
         terms = formula.score_terms_of(problem, heads.tolist(), rows, others, torch.float64)
-        bias = None if bias is None else formula.bounded(formula.rows_of_bias(bias, heads.tolist(), rows), bias.dtype)
+        bias = None if bias is None else formula.bounded(rows_of_bias(bias, heads.tolist(), rows), bias.dtype)
         return cls(problem, q, keys, values, grad, lse, counts, index, terms, bias)
 
     def evaluate(self, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from attn_dispatch import attend, explain, process_state
@@ -115,17 +114,3 @@ def test_an_import_that_crashes_is_left_out_by_later_processes(install: Callable
     (entry,) = entries()
     assert (entry.backend, entry.kind) == ("import of plug", "died")
     assert "import of plug made-up 1 ran the entry point plugged_in for the first time" in entry.reason
-
-
-def test_an_import_that_works_clears_its_strikes(install: Callable[[str], Path]) -> None:
-    install(WORKS)
-    quarantine = Quarantine(cache_folder(), silicon("cpu"))
-    given = Entry(
-        backend="import of plug", version="made-up 1", silicon=silicon("cpu"), kind="died", reason="x", title="x"
-    )
-    quarantine.add(given)
-    (entry,) = quarantine.entries()
-    quarantine._entries()[entry.key] = msgspec.structs.replace(entry, until=entry.created)
-    assert len(quarantine.strikes()) == 1
-    attend(*qkv())
-    assert quarantine.strikes() == []

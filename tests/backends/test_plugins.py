@@ -232,12 +232,6 @@ def test_invalid_backends_are_not_registered(backend: Any, message: str) -> None
     assert not registry._added
 
 
-def test_a_name_is_registered_once() -> None:
-    register(Plugin())
-    with pytest.raises(InvalidInput, match="a backend named 'planted' is there already"):
-        register(Plugin())
-
-
 # --- what a plug-in may do to others ----------------------------------------------------------------------------------
 
 

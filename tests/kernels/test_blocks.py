@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -74,27 +74,6 @@ def layouts(draw: st.DrawFn) -> tuple[Pattern, int, int]:
 def test_random_patterns(drawn: tuple[Pattern, int, int], heads: int, size: int) -> None:
     pattern, q_len, k_len = drawn
     check(pattern, q_len, k_len, heads, size)
-
-
-@settings(max_examples=50)
-@given(
-    st.tuples(*[st.sampled_from([3, 4, 6])] * 3),
-    st.tuples(*[st.sampled_from([1, 3])] * 3),
-    st.tuples(*[st.booleans()] * 3),
-    st.sampled_from(["clip", "shift"]),
-)
-def test_three_axes(grid: tuple[int, ...], window: tuple[int, ...], causal: tuple[bool, ...], edges: str) -> None:
-    pattern = Neighborhood(grid, window, (1,), causal, edges)  # type: ignore[arg-type]
-    length = grid[0] * grid[1] * grid[2]
-    check(pattern, length, length, 1, 8)
-
-
-@given(st.data(), st.integers(1, 90), st.booleans(), st.sampled_from([2, 4, 8]))
-def test_strides(data: st.DataObject, length: int, causal: bool, size: int) -> None:
-    dilation = data.draw(st.integers(1, min(3, length)))
-    window = data.draw(st.integers(1, min(20, length // dilation)))
-    stride = data.draw(st.integers(1, window))
-    check(Neighborhood((length,), (window,), (dilation,), (causal,), "shift", (stride,)), length, length, 1, size)
 
 
 def test_sparse_patterns_have_few_blocks() -> None:

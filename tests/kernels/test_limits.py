@@ -434,18 +434,6 @@ def test_refusals_of_installed_packages_come_first(monkeypatch: pytest.MonkeyPat
     assert Branched("", (*variants, of_package(None))).refusals(on_cpu(F32)) == []
 
 
-def test_flops_of_a_window(device: Callable[..., None]) -> None:
-    """flops decides whether a trial is started."""
-    device(HOPPER)
-    windowed = Branched("", (sdpa.BACKEND.variants[1]._replace(patterns=(Dense, Window)),))
-    whole, part = (
-        windowed.flops(problem_of(needs_grad=False)),
-        windowed.flops(problem_of(F16, Window(7, 0), needs_grad=False)),
-    )
-    assert part * 16 == whole
-    assert windowed.flops(problem_of(F16, Window(None, 5), needs_grad=False)) == whole
-
-
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize("mask", ["key_mask", "seq_lens"])
 def test_masked_keys_on_cuda(dtype: torch.dtype, mask: str, device: Callable[..., None]) -> None:

@@ -320,20 +320,6 @@ def test_what_has_no_specialized_function() -> None:
     assert run.specialized(problem_of(grid, 576), x, x, x) is None
 
 
-def test_a_failed_transform_leaves_no_state() -> None:
-    problem = Case("", Dense(is_causal=True), (1, 21, 2, 8)).problem(torch.float32, needs_grad=True)
-    expected = gate(problem)
-    _made_once.cache_clear()
-
-    def loss(q: torch.Tensor) -> torch.Tensor:
-        result = native.run(q, expected.example.k, expected.example.v, problem)
-        return result[0].sum()
-
-    with pytest.raises(RuntimeError):
-        torch.func.grad(loss)(expected.example.q.detach())
-    assert expected.check(expected.run(NATIVE)).failures == ()
-
-
 @pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_visible_nan_reaches_the_result(dtype: torch.dtype, name: str) -> None:

@@ -11,8 +11,8 @@ import torch
 from attn_dispatch import attend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import run
-from attn_dispatch.kernels.native.run import WorkUnits, work_units
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.kernels.native.run import work_units
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
@@ -82,42 +82,6 @@ def test_gradients_are_those_of_the_shared_tiles(name: str) -> None:
     """The backward pass takes out and lse of a forward pass in splits."""
     expected = Oracle.of(make(FEW[name].problem(torch.float32, needs_grad=True)))
     assert expected.check(expected.run(NATIVE)).failures == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "packed_heads"),
-    [
-        ("one query", 4),
-        ("as many lanes as a tile has", 4),
-        ("more than a tile has", 1),
-        ("heads with other offsets", 4),
-        ("more queries of heads with other offsets", 1),
-    ],
-)
-def test_heads_share_a_tile_where_they_fit_and_see_the_same(name: str, packed_heads: int) -> None:
-    assert work_units(FEW[name].problem(torch.float32, needs_grad=False), THREADS).packed_heads == packed_heads
-
-
-@pytest.mark.parametrize(
-    ("case", "threads", "expected"),
-    [
-        (FEW["one query, one head"], 1, WorkUnits(1, 1, 1, 1)),  # nothing to gain
-        (FEW["one query, one head"], 3, WorkUnits(1, 1, 3, 1)),
-        (FEW["one query, one head"], 64, WorkUnits(1, 1, 3, 1)),  # no split is shorter than SPLIT
-        (FEW["one query"], 2, WorkUnits(4, 2, 1, 4)),  # both key heads together, for each batch row
-        (FEW["one query"], 3, WorkUnits(4, 2, 3, 4)),
-        (FEW["packed memory"], 2, WorkUnits(2, 2, 2, 2)),
-        (FEW["equal lengths"], 3, WorkUnits(2, 2, 1, 4)),  # too few keys
-    ],
-)
-def test_keys_are_cut_where_threads_would_wait(case: Case, threads: int, expected: WorkUnits) -> None:
-    assert work_units(case.problem(torch.float32, needs_grad=False), threads) == expected
-
-
-def test_neighbourhoods_are_not_cut() -> None:
-    pattern: Pattern = Neighborhood((40, 40), (7, 7))
-    problem = Case("", pattern, (1, 1600, 2, 8)).problem(torch.float32, needs_grad=False)
-    assert work_units(problem, THREADS) == WorkUnits(1, 1, 1, 0)
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -166,15 +167,14 @@ IN_ORDERS = (
 
 
 class Tiled(Backend):
-    """The backend in one order, with tiles of one size."""
+    """A backend in one order, with tiles of one size."""
 
-    name = "tiles"
-
-    def __init__(self, order: str, tile: int) -> None:
-        self.order, self.tile = order, tile
+    def __init__(self, order: str, tile: int, module: Any = backend) -> None:
+        self.name, self.order, self.tile, self.module = module.name, order, tile, module
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
-        return backend.run(q, k, v, problem, order=self.order, tile=self.tile, **tensors)
+        found: Result = self.module.run(q, k, v, problem, order=self.order, tile=self.tile, **tensors)
+        return found
 
 
 def failures(case: Case, order: str, tile: int, dtype: torch.dtype = torch.float32) -> tuple[str, ...]:

@@ -188,16 +188,6 @@ def test_heads_take_turns_while_their_columns_fit_the_cache() -> None:
     assert heads_in_turn(replace(long, pattern=LONGNET), "queries", cache) == (1, False)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "blocks"),
-    [(Dense(), 16), (Dense(is_causal=True), 10), (Window(0, 0), 4), (Dilated((32,), (1,)), 4)],
-    ids=str,
-)
-def test_pairs_count_whole_blocks(pattern: Pattern, blocks: int) -> None:
-    work = work_list_of(problem_of(pattern, (1, 128, 2, 16)), "queries", 32)
-    assert work.pairs(32, 32) == 2 * blocks * 32 * 32
-
-
 def test_flops_follow_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     problem = problem_of(Dense(), (3, 128, 2, 16))

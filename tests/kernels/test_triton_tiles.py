@@ -13,16 +13,15 @@ from torch import Tensor
 
 from attn_dispatch.backends import triton_tiles
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels.contract import Backend, Result
 from attn_dispatch.kernels.tiles import tables
-from attn_dispatch.kernels.tiles.estimates import most_pairs
-from attn_dispatch.kernels.tiles.lists import TileLists, tile_lists_bytes, tile_lists_of
+from attn_dispatch.kernels.tiles.estimates import most_pairs, tile_lists_bytes
+from attn_dispatch.kernels.tiles.tables import TileLists, tile_lists_of
 from attn_dispatch.kernels.triton.blocks import BlockConfig
-from attn_dispatch.spec.orders import ORDERS, Reordered, positions
+from attn_dispatch.spec.orders import ORDERS, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
-from tests.kernels.test_tiles import ESTIMATED, PATTERNS
+from tests.kernels.test_tiles import ESTIMATED, PATTERNS, Tiled
 from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
 from tests.kernels.test_triton import fake_gpu, interpreted, problem_of
 from tests.support.cases import gate
@@ -100,12 +99,6 @@ def test_lists_match_the_multiplicity(
             assert torch.equal(listed_multiplicity(lists, problem, 16, by), expected), (order, by)
 
 
-def test_full_pairs_are_marked_without_stored_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "MASK_BYTES", 0)
-    spans = tile_lists_of(problem_of(Neighborhood((32, 32), (21, 21)), (1, 1024, 1, 8)), "hilbert", 16).queries.spans
-    assert (spans[:, :, 2] > spans[:, :, 1]).any()
-
-
 @pytest.mark.parametrize(("pattern", "length"), [e for e in ESTIMATED if not isinstance(e[0], Dense | Window)], ids=str)
 def test_lists_fit_their_declared_bytes(pattern: Pattern, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(pattern, (1, length, HEADS, 8))
@@ -126,21 +119,9 @@ def test_lists_fit_their_declared_bytes(pattern: Pattern, length: int, monkeypat
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-class Tiled(Backend):
-    """The backend in one order, with tiles of one size."""
-
-    name = "triton_tiles"
-
-    def __init__(self, order: str, tile: int) -> None:
-        self.order, self.tile = order, tile
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
-        return triton_tiles.run(q, k, v, problem, order=self.order, tile=self.tile, **tensors)
-
-
 def failures(case: Case, order: str, tile: int, dtype: torch.dtype) -> tuple[str, ...]:
     expected = gate(case.problem(dtype, needs_grad=True))
-    return expected.check(expected.run(Tiled(order, tile))).failures
+    return expected.check(expected.run(Tiled(order, tile, triton_tiles))).failures
 
 
 GRID = Neighborhood((9, 11), (5, 3), (2, 1), (False, True))
@@ -224,23 +205,6 @@ def test_offered_orders_and_their_flops(monkeypatch: pytest.MonkeyPatch) -> None
     wide = replace(CUDA, pattern=Neighborhood((64, 64), (49, 49)))
     assert triton_tiles.tile_size(wide, "hilbert") == 128
     assert triton_tiles.flops(replace(CUDA, needs_grad=False)) * 9 == triton_tiles.flops(CUDA) * 2
-
-
-def test_reordered_tokens_are_tiled_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same pairs as in that order; tiles are consecutive tokens."""
-    fake_gpu(monkeypatch, (9, 0))
-    reordered = replace(CUDA, pattern=Reordered(NEIGHBORS, "hilbert"))
-    assert triton_tiles.refusals(reordered) == []
-    assert triton_tiles.orders(reordered) == ("natural",)
-    assert triton_tiles.flops(reordered) == triton_tiles.flops(CUDA, "hilbert")
-    here = torch.device("cpu")
-    one, other = (
-        tile_lists_of(replace(reordered, device=here), "natural", 64),
-        tile_lists_of(replace(CUDA, device=here), "hilbert", 64),
-    )
-    assert torch.equal(one.queries.pairs, other.queries.pairs)
-    assert torch.equal(one.q_pos, torch.arange(4096, dtype=torch.int32))
-    assert torch.equal(other.q_pos.long(), positions("hilbert", NEIGHBORS, 4096))
 
 
 COMPILE = """

@@ -242,13 +242,6 @@ def test_to_order_and_from_order(order: str, pattern: Pattern, length: int) -> N
     assert torch.equal(to_order(torch.arange(length), order, pattern, dim=0), positions(order, pattern, length))
 
 
-def test_the_natural_order_copies_nothing() -> None:
-    x = torch.randn(1, 16, 2)
-    assert to_order(x, "natural", GRID) is x
-    assert from_order(x, "residue", GRID) is x
-    assert positions("natural", GRID, 16).tolist() == list(range(16))
-
-
 @ORDER
 def test_a_whole_model_in_another_order(order: str) -> None:
     """Permuted at input and output: result and gradient are those of the model in natural order."""
@@ -288,12 +281,6 @@ def test_wrong_arguments(arguments: tuple[Any, ...], message: str) -> None:
         with pytest.raises(InvalidInput) as raised:
             call(*arguments)
         assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("length", [0, 1.5, "16", True, 10**40])
-def test_wrong_lengths(length: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"length must be an integer (>= 1|from 1 to \d+), got"):
-        positions("hilbert", Dense(), length)
 
 
 def test_cached_permutations_work_in_every_mode() -> None:

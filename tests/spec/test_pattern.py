@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from tests.support.definition import KINDS, SPECS, Spec, dense, dilated, masks, neighborhoods, windows
+from tests.support.definition import KINDS, SPECS, Spec, dense, dilated, masks, neighborhoods, slid, windows
 
 # --- multiplicity -----------------------------------------------------------------------------------------------------
 
@@ -93,17 +92,6 @@ def test_simplify_keeps_the_multiplicity(spec: Spec) -> None:
 )
 def test_simplify_finds_the_simplest(pattern: Pattern, simple: Pattern) -> None:
     assert pattern.simplify(8, 8, 2) == simple
-
-
-@pytest.mark.parametrize("pattern", [Dense(is_causal=True), Window(None, 0), Window(5, 0)], ids=str)
-def test_a_single_query_is_dense(pattern: Pattern) -> None:
-    assert pattern.simplify(1, 6, 3) == Dense()
-
-
-def test_a_single_query_of_branches_is_not_causal() -> None:
-    causal = Dilated((4, 8), (1, 2), is_causal=True)
-    assert causal.simplify(1, 8, 2) == replace(causal, is_causal=False)
-    assert causal.simplify(2, 8, 2) == causal
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -249,3 +237,27 @@ def test_invalid_lengths(pattern: Pattern, q_len: int, k_len: int, message: str)
         with pytest.raises(InvalidInput) as raised:
             call(q_len, k_len)
         assert message in str(raised.value)
+
+
+# --- even windows and strides -----------------------------------------------------------------------------------------
+
+Axis = tuple[int, int, int, int]  #: size, window, dilation, stride
+
+
+def seen_on(axis: Axis, causal: bool) -> list[list[int]]:
+    size, window, dilation, stride = axis
+    pattern = Neighborhood((size,), (window,), (dilation,), (causal,), "shift", (stride,))
+    return [row.nonzero().flatten().tolist() for row in pattern.multiplicity(size)[0]]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_short_axis(causal: bool) -> None:
+    """Every query sees itself, too: `kernels/hidden.py` relies on it."""
+    for size in range(1, 13):
+        for dilation in range(1, size + 1):
+            for window in range(1, size // dilation + 1):
+                for stride in range(1, window + 1):
+                    axis = size, window, dilation, stride
+                    found = seen_on(axis, causal)
+                    assert found == slid(*axis, causal), axis
+                    assert all(x in keys for x, keys in enumerate(found)), axis

@@ -19,7 +19,6 @@ from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
-from attn_dispatch.store.problem_files import read_record
 from tests.support import processes
 from tests.support.fakes import SILICON
 
@@ -166,11 +165,3 @@ def test_any_value_in_any_field(name: str, value: Any) -> None:
     except InvalidInput:
         return
     assert Problem.from_dict(found.to_dict()) == found
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"pattern": 3}', "[" * 100_000], ids=["cut", "list", "field", "deep"])
-def test_a_record_error_names_its_line(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "record.jsonl"
-    path.write_text(json.dumps(PROBLEM.to_dict()) + "\n" + line + "\n")
-    with pytest.raises(InvalidInput, match=r"record\.jsonl, line 2: "):
-        read_record(path)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
 
 from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.machine.compiler import Compiler, compiler
+from attn_dispatch.machine.compiler import compiler
 
 
 def refusals() -> tuple[Refusal, ...]:
@@ -26,31 +24,11 @@ def _refusals(*environment: str | None) -> tuple[Refusal, ...]:
         cxx = compiler()
     except ImportError as error:
         return (Refusal("not_installed", f"compiles its CPU kernel: {error}"),)
-    if cxx.arguments:
-        text = f"torch.compile takes a C++ compiler without arguments, and $CXX is {os.environ['CXX']!r}"
+    if cxx.arguments or cxx.launchers:  # it takes all of $CXX as one program
+        text = f"torch.compile takes a C++ compiler without arguments and launchers, and $CXX is {os.environ['CXX']!r}"
         return (Refusal("not_installed", text),)
     if sys.platform == "darwin" or not torch.cpu._is_avx2_supported():
         return (Refusal("processor", "its CPU kernel needs AVX2, and not macOS"),)
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         return (Refusal("processor", "its CPU kernel needs AVX2, which $ATEN_CPU_CAPABILITY=default turns off"),)
     return ()
-
-
-@contextmanager
-def without_launchers() -> Iterator[None]:
-    """Inside, torch.compile gets the compiler without launchers such as ccache: it takes all of $CXX as one program."""
-    cxx = _compiler()
-    if cxx is None or not cxx.launchers:
-        yield
-        return
-    from torch._inductor import config
-
-    with config.patch({"cpp.cxx": (None, cxx.program)}):
-        yield
-
-
-def _compiler() -> Compiler | None:
-    try:
-        return compiler()
-    except ImportError:
-        return None

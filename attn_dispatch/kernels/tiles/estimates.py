@@ -13,7 +13,7 @@ from attn_dispatch.kernels.hidden import copied_bytes
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, sum_dtype
 from attn_dispatch.kernels.tiles.pairs import AT_ONCE
 from attn_dispatch.kernels.tiles.run import most_keys
-from attn_dispatch.kernels.tiles.tables import MASK_BYTES, Outline, outline_of
+from attn_dispatch.kernels.tiles.tables import MASK_BYTES, PAIR, SPAN, Outline, outline_of
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE, token_order_of
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Axis, Band
@@ -147,3 +147,13 @@ def call_bytes(problem: Problem, tile: int, seen: int) -> int:
     if problem.device.type != "cpu":
         return total + 2 * chunk  # kernels copy rows that are not aligned
     return total + min(torch.get_num_threads(), problem.batch * -(-q_tiles * seen // keys)) * chunk
+
+
+def tile_lists_bytes(problem: Problem, order: str, tile: int) -> int:
+    """Upper bound of the bytes of `tile_lists_of` on the problem's device, without building the lists."""
+    tables = len(head_classes(problem.pattern, problem.heads))
+    tiles = -(-problem.q_len // tile) + -(-problem.k_len // tile)
+    pairs = tables * most_pairs(problem, order, tile)
+    masks = min(pairs * tile**2, MASK_BYTES * tables)
+    reach = 4 * tables * most_axes(problem) * 2 * tiles * tile
+    return masks + reach + 4 * (2 * PAIR * pairs + tables * SPAN * tiles + tiles * tile + problem.heads)

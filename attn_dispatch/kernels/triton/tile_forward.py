@@ -1,4 +1,4 @@
-"""Triton forward kernel over tile pairs (`tiles.lists`): one online softmax over all pairs of a query tile.
+"""Triton forward kernel over tile pairs (`tiles.tables`): one online softmax over all pairs of a query tile.
 
 Tokens are read by position from the caller's tensors; nothing is permuted. A tile's first pairs are weighted by
 multiplicity; in the others every query sees every key once. Results are contiguous; sums are in float32. Importing this
@@ -27,7 +27,7 @@ from attn_dispatch.kernels.triton.parts import (
     zeros,
 )
 
-SPAN = tl.constexpr(3)  #: entries of a span and of a pair, see tiles.lists.PairLists
+SPAN = tl.constexpr(3)  #: entries of a span and of a pair, see tiles.tables.PairLists
 PAIR = tl.constexpr(2)
 
 

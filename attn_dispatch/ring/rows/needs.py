@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.heads import heads_by_kind, progressions
 from attn_dispatch.spec.orders import permutation, token_order_of
-from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern
+from attn_dispatch.spec.pattern import Dilated, Pattern
 from attn_dispatch.spec.reach import Offsets
 
 Kind = frozenset[Offsets]  #: of the query heads that read one key head
@@ -40,9 +40,9 @@ def seen_by(pattern: Pattern, length: int, chunks: tuple[range, ...], kind: Kind
         queries[chunk.start : chunk.stop] = True
     if at is not None:
         queries = torch.zeros_like(queries).index_put_((at,), queries)
-    keys = torch.zeros_like(queries)
+    keys, positions = torch.zeros_like(queries), queries.nonzero().flatten()
     for offsets in kind:
-        keys |= _seen(pattern.natural, queries, offsets)
+        keys |= pattern.natural.seen(positions, length, length, offsets)
     return keys if at is None else keys[at]
 
 
@@ -62,37 +62,6 @@ def shares_segment(pattern: Dilated, length: int, heads: int, which: range, some
             hit[others[band.selected(others)] // segment] = True
             found |= hit[some // segment] & band.selected(some)
     return found
-
-
-def _seen(pattern: Pattern, queries: Tensor, offsets: Offsets) -> Tensor:
-    if isinstance(pattern, Neighborhood):
-        return _neighbors(pattern, queries)
-    length, at = len(queries), queries.nonzero().flatten()
-    bands = pattern.bands(length, length, offsets)
-    if bands is None:
-        raise TypeError(f"no rows for {pattern!r}")
-    found = torch.zeros_like(queries)
-    for band in bands:
-        found |= band.seen(at, length)
-    return found
-
-
-def _neighbors(pattern: Neighborhood, queries: Tensor) -> Tensor:
-    """Axis by axis: a window on one axis does not depend on the coordinate on another."""
-    found = queries.view(pattern.grid)
-    for axis, step in enumerate(pattern.dilation):
-        low, high = pattern.axes[axis].bounds()
-        lines = found.movedim(axis, -1).int()
-        seen = torch.zeros(lines.shape, dtype=torch.bool)
-        for start in range(min(step, pattern.grid[axis])):
-            members = lines[..., start::step]
-            count = members.shape[-1]
-            edges = torch.zeros(*members.shape[:-1], count + 1, dtype=torch.int32)
-            edges.index_add_(-1, low[start::step].clamp(min=0), members)
-            edges.index_add_(-1, high[start::step].clamp(max=count - 1) + 1, -members)
-            seen[..., start::step] = edges[..., :-1].cumsum(-1) > 0
-        found = seen.movedim(-1, axis)
-    return found.reshape(-1)
 
 
 def _one_by_one(run: range) -> tuple[range, ...]:
