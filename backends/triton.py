@@ -1,15 +1,19 @@
 """Fused Triton kernels for Dense, Window and Dilated: one online softmax over all branches of a tile of queries.
 
 Nothing is gathered, merged or converted in memory; besides results there are lse, one more sum per query, and lists of
-tiles. In `kernels/triton`, `work_list` computes the tiles, and `forward` and `backward` are the kernels.
+tiles. In `kernels/triton`, `work_list` computes the tiles, and `forward` and `backward` are the kernels. Of few
+queries at the end of longer keys, `few_queries` reads the keys in parts, as many as keep the device busy, and once for
+all heads that share them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +21,7 @@ from torch import Tensor
 from attn_dispatch import process_state
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_sinks
-from attn_dispatch.kernels.device_cache import DeviceCache, is_noted, note
+from attn_dispatch.kernels.device_cache import DeviceCache, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import (
@@ -25,6 +29,7 @@ from attn_dispatch.kernels.triton.blocks import (
     BlockConfig,
     clipped,
     next_power_of_two,
+    padded,
     parts_of,
     precision,
 )
@@ -41,10 +46,13 @@ from attn_dispatch.kernels.triton.support import (
     needs_wide_offsets,
 )
 from attn_dispatch.kernels.triton.work_list import (
+    FEW_LANES,
+    KeyParts,
     Side,
     WorkList,
     covers,
     heads_in_turn,
+    key_parts,
     largest_row_group,
     work_list_bytes,
     work_list_of,
@@ -57,7 +65,8 @@ name = "triton"
 shares_builds = True
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
-BUILDING = 64  #: times a list, while it is built
+BUILDING = 64  #: times a list: temporaries while it is built, which count on a CPU (by the interpreter) alone
+PARTS = "parts"  #: what kernels of few queries are noted as
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
@@ -82,6 +91,8 @@ def workspace_bytes(problem: Problem) -> int:
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
     sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
+    if (parts := key_parts(problem)) is not None:
+        sums += 4 * problem.batch * problem.kv_heads * parts.parts * FEW_LANES * (problem.head_dim + 2)
     return sums + _list_bytes(problem) * (BUILDING if problem.device.type == "cpu" else 1)
 
 
@@ -156,6 +167,9 @@ class _TritonPasses:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
         q, k, v = (x.resolve_neg() for x in (q, k, v))  # the kernels read memory as it is
+        parts = key_parts(problem) if self.seq_lens is None else None
+        if parts is not None:
+            return _in_parts(self, parts, q, k, v)
         (out,) = _results("queries", problem, q)
         lse = torch.full((problem.batch, problem.heads, problem.q_len), -math.inf, dtype=torch.float32, device=q.device)
         _launch(FORWARD, self, (q, k, v, out, lse), (q, k, v))
@@ -174,6 +188,53 @@ class _TritonPasses:
         _launch(BACKWARD_Q, self, tensors, strided, GRAD_LSE=grad_lse is not None)
         _launch(BACKWARD_KV, self, (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
         return dq, dk, dv
+
+
+def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward pass of few queries."""
+    from attn_dispatch.kernels.triton import few_queries  # imports triton
+
+    problem, mask, device = call.problem, call.key_mask, q.device
+    pairs, strided = problem.batch * problem.kv_heads, (q, k, v)
+    if not is_noted(name, problem, PARTS):
+        refuse_capture(device)
+    maxima, totals = torch.empty(2, pairs * parts.parts, FEW_LANES, dtype=torch.float32, device=device)
+    sums = torch.empty(*maxima.shape, problem.head_dim, dtype=torch.float32, device=device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=device)
+    lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
+    common: dict[str, Any] = {
+        "GROUP": problem.heads // problem.kv_heads,
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": padded(problem.head_dim),
+        "ROWS": FEW_LANES,
+    }
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        few_queries.part[(pairs * parts.parts,)](
+            *(*strided, sums, maxima, totals, mask),
+            *(stride for x in strided for stride in x.stride()),
+            *((0, 0) if mask is None else mask.stride()),
+            *(problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end),
+            *(parts.low or 0, parts.high or 0, as_float32(problem.scale)),
+            **common,
+            COLUMNS=parts.columns,
+            LOW=parts.low is not None,
+            HIGH=parts.high is not None,
+            KEY_MASK=mask is not None,
+            PRECISION=precision(problem),
+            WIDE=needs_wide_offsets(strided),
+            num_warps=4,
+            num_stages=2,
+            **FUSED,
+        )
+        few_queries.join[(problem.batch * problem.q_len * problem.heads,)](
+            *(sums, maxima, totals, out, lse, problem.heads, parts.parts, problem.q_len),
+            **common,
+            SPLITS=next_power_of_two(parts.parts),
+            num_warps=4,
+            **FUSED,
+        )
+    note(name, problem, PARTS)
+    return out, lse
 
 
 def _results(side: Side, problem: Problem, *like: Tensor) -> list[Tensor]:

@@ -90,14 +90,14 @@ def test_tables_outlive_trials_of_others_and_graphs_all_else(
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.usefixtures("triton_interpreter")
-def test_hidden_keys_are_not_captured_first(streams: Any) -> None:
+def test_hidden_keys_and_few_queries_are_not_captured_first(streams: Any) -> None:
     _unseen.cache_clear()
-    q, k, v = qkv(4, 64)
-    streams.capturing = True
-    with pytest.raises(BackendFailed, match=r"^manual failed on .* call it once before the capture"):
-        attend(q, k, v, Window(2, 0), backend="manual")
-    for streams.capturing in (False, True):
-        attend(q, k, v, Window(2, 0), backend="manual")
+    for backend, pattern, (q, k, v) in (("manual", Window(2, 0), qkv(4, 64)), ("triton", Dense(), qkv(1, 64))):
+        streams.capturing = True
+        with pytest.raises(BackendFailed, match=f"^{backend} failed on .* call it once before the capture"):
+            attend(q, k, v, pattern, backend=backend)
+        for streams.capturing in (False, True):
+            attend(q, k, v, pattern, backend=backend)
 
 
 def test_tables_are_made_in_no_graphs_memory(streams: Any) -> None:

@@ -176,17 +176,22 @@ class Launched:
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
-    ("backend", "pattern"),
-    [(triton, Dense()), (triton_tiles, Dilated((32, 64), (1, 2)))],
-    ids=["triton", "triton_tiles"],
+    ("backend", "pattern", "q_len", "launches"),
+    [(triton, Dense(), 64, 3), (triton, Dense(), 1, 2), (triton_tiles, Dilated((32, 64), (1, 2)), 64, 3)],
+    ids=["triton", "few queries", "triton_tiles"],
 )
-def test_products_and_sums_are_fused(backend: Any, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_and_sums_are_fused(
+    backend: Any, pattern: Pattern, q_len: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Triton 3.10 does not fuse them unless it is told to."""
     kernel = Launched()
     monkeypatch.setattr(support.TritonKernel, "load", lambda self: kernel)
-    example = make(Case("launched", pattern, (1, 64, 2, 16)).problem(torch.float32, needs_grad=True))
+    for name in ("part", "join"):
+        monkeypatch.setattr(f"attn_dispatch.kernels.triton.few_queries.{name}", kernel)
+    case = Case("launched", pattern, (1, q_len, 2, 16), k_len=64)
+    example = make(case.problem(torch.float32, needs_grad=q_len > 1))
     example.call(adapted(backend))()
-    assert [options.get("enable_fp_fusion") for options in kernel.options] == [True] * 3
+    assert [options.get("enable_fp_fusion") for options in kernel.options] == [True] * launches
 
 
 # --- a head_dim that is the sum of two powers of two ------------------------------------------------------------------
