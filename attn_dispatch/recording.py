@@ -87,7 +87,7 @@ class _Use:
 
     @property
     def seconds(self) -> float:
-        """Of all calls, as long as those that were timed are in the mean."""
+        """The seconds of all calls, as long each as those that were timed are in the mean."""
         return self.calls * (self.timed_s / self.timed if self.timed else self.first_s)
 
     def add(self, seconds: float, *, first: bool) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
-from attn_dispatch.calls import widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, notify, observed, only, resolve
 from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_problem, lock, on_trial
 from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
@@ -92,7 +92,7 @@ def key_lens(call: Call) -> Rewritten | None:
     for name in ("mesh", "seq_lens", "documents", "cu_seqlens"):
         if getattr(call, name) is not None:
             raise InvalidInput(f"key_lens cannot be given with {name}")
-    widths.check_whole(call)
+    operators.check_whole(call)
     tokens, lengths = call.layout.index("n"), _integers("key_lens", call.key_lens)
     batch, k_len = call.k.shape[0], call.k.shape[tokens]
     if list(lengths.shape) != [batch]:
@@ -170,7 +170,7 @@ def _of_one_length(call: Call) -> Any:
 
 
 def _explained(call: Call, given: Documents, whole: Problem | None) -> list[Explanation]:
-    """Of the documents that most of the work is for, where a backend takes all at once; else of each length."""
+    """One for the length that most of the work is for, where a backend takes all at once; else one for each length."""
     if whole is not None and (usual := _usual(whole, given)) is not None:
         found = explain_problem(usual, call.backend, call.order)
         if found.choice is not None and _takes_all(whole, found.choice, found.order):

@@ -15,7 +15,6 @@ from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec import tracing
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 
@@ -76,7 +75,7 @@ def alignment(call: Call) -> Rewritten | None:
     if pattern != Dense(is_causal=True) or others:
         what = f"with {others[0]}" if others else f"for {pattern}"
         raise InvalidInput(f"alignment='upper_left' is for causal Dense attention of whole tensors, not {what}")
-    check_whole(call)
+    operators.check_whole(call)
     tokens = call.layout.index("n")
     q_len, k_len = call.q.shape[tokens], call.k.shape[tokens]
     if call.alibi_slopes is not None and q_len > k_len:
@@ -88,21 +87,6 @@ def alignment(call: Call) -> Rewritten | None:
             changes[name] = getattr(call, name).narrow(-1, 0, seen)
     # Queries after the last key see all.
     return Rewritten([call.with_pattern(Window(None, q_len - seen), alignment=ALIGNMENTS[0], **changes)], only)
-
-
-def check_whole(call: Call) -> None:
-    """Check tensors that are about to be cut. Raises InvalidInput."""
-    if not tracing.graphed(*call.qkv):
-        masks = {name: getattr(call, name) for name in ("layout", "key_mask", "bias", "alibi_slopes")}
-        Problem.of_call(Call(call.q, call.k, _as_wide(call), **masks), may_be_empty=True)
-        return
-    operators.check(*call.qkv, call.layout)  # the operator checks the rest when it runs
-    k_len = call.k.shape[call.layout.index("n")]
-    for name, axis in (("v", call.layout.index("n")), ("key_mask", -1), ("bias", -1)):
-        x: Any = getattr(call, name)
-        if x is not None and not (isinstance(x, Tensor) and x.ndim and x.shape[axis] == k_len):
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInput(f"{name} must be a tensor with the {k_len} keys of k, got {got}")
 
 
 def empty(call: Call) -> Rewritten | None:
@@ -125,11 +109,3 @@ def _nothing(call: Call) -> Any:
         zero = sum(x[..., :0].sum() for x in given)  # of no entry, so that NaN does not matter
         out, lse = out + zero, lse + zero
     return (out, lse) if call.return_lse else out
-
-
-def _as_wide(call: Call) -> Any:
-    """A tensor like v with k's shape where they differ in width alone, so that everything else can be checked."""
-    k, v = call.k, call.v
-    if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (k, v)) or k.shape[:-1] != v.shape[:-1]:
-        return v
-    return v.new_empty(()).expand(k.shape)

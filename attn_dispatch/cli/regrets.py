@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -33,15 +32,11 @@ def run(folder: Path, as_json: bool) -> int:
         print_json({"folder": str(folder), "groups": [group.to_dict() for group in groups], "total": everything})
         return 0
     for silicon, members in groupby(groups, key=lambda group: group.silicon):
-        print(f"silicon   {silicon}", "", *_table(members), "", sep="\n")
+        print(f"silicon   {silicon}", "", *Table(HEAD, list(map(_cells, members)), LEFT).lines(), "", sep="\n")
     if len(groups) > 1:
-        print(*_table([whole]), "", sep="\n")
+        print(*Table(HEAD, [_cells(whole)], LEFT).lines(), "", sep="\n")
     print(*EXPLAINED, sep="\n")
     return 0
-
-
-def _table(groups: Iterable[GroupRegret]) -> list[str]:
-    return Table(HEAD, list(map(_cells, groups)), LEFT).lines()
 
 
 def _cells(group: GroupRegret) -> list[str]:

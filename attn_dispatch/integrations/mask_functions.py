@@ -46,7 +46,7 @@ class Facts(NamedTuple):
         return Facts(*bounds, documents, self.chunk or other.chunk, self.within or other.within)
 
     def either(self, other: Facts) -> Facts:
-        """Of two ranges of distances that meet, the whole. Raises Unreadable."""
+        """The whole of two ranges of distances that meet. Raises Unreadable."""
         if any(x.documents is not None or x.chunk for x in (self, other)) or self.within != other.within:
             raise Unreadable("one of two conditions, of which one is on documents or chunks")
         for one, another in ((self, other), (other, self)):

@@ -209,7 +209,8 @@ def _known(named: Collection[str]) -> tuple[str, ...]:
 def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
     """The backend's refusals, after what keeps every backend from the problem's device, and it from what it has not."""
     why = missing_code(problem.device)
-    return [*[Refusal("device", why)] * bool(why), *refuse_score_terms(backend, problem), *backend.refusals(problem)]
+    missing = [Refusal("device", why)] if why else []
+    return [*missing, *refuse_score_terms(backend, problem), *backend.refusals(problem)]
 
 
 def refuse_score_terms(backend: Backend, problem: Problem) -> list[Refusal]:

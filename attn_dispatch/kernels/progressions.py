@@ -128,4 +128,4 @@ def _prime_factors(number: int) -> list[int]:
             found.append(factor)
             number //= factor
         factor += 1
-    return found + [number] * (number > 1)
+    return [*found, number] if number > 1 else found

@@ -82,7 +82,7 @@ def preference(silicon: str, problem: Mapping[str, Any]) -> tuple[str, ...]:
     pattern = problem["pattern"]
     in_pieces = pattern.get("pattern", pattern)["kind"] in IN_PIECES
     cudnn = silicon.startswith(CUDNN_FIRST) and problem["q_len"] == problem["k_len"]
-    first = FUSED if in_pieces else (*["sdpa_cudnn"] * cudnn, *LIBRARIES, *FUSED)
+    first = FUSED if in_pieces else (*(["sdpa_cudnn"] if cudnn else []), *LIBRARIES, *FUSED)
     return tuple(dict.fromkeys((*first, *BUILT_IN)))
 
 

@@ -393,7 +393,7 @@ class Neighborhood(Pattern):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        shift = [self.edges == "shift"] * len(self.grid)
+        shift = [self.edges == "shift" for _ in self.grid]
         each = zip(self.grid, self.window, self.dilation, self.is_causal, shift, self.stride)
         return tuple(Axis(*fields) for fields in each)
 

@@ -205,7 +205,7 @@ class _OrderCheck:
         return self.oracle.run(self.backend, self.order)
 
     def results(self) -> list[str]:
-        """Of the problem itself, in memory full of NaN, as a hard case is run."""
+        """Failures of the problem itself, in memory full of NaN, as a hard case is run."""
         example = self.oracle.example
         tensors = {"q": example.q, "k": example.k, "v": example.v, "the gradient": self.oracle.grad, **example.masks}
         snapshots = tuple(MemorySnapshot.of(name, x) for name, x in tensors.items() if x is not None)
@@ -214,7 +214,7 @@ class _OrderCheck:
         return list(self.oracle.check(self.found).failures)
 
     def memory(self, declared: int) -> list[str]:
-        """Of a second call, so that tables made once do not count; with the results, as `workspace_bytes` has it."""
+        """Failures of a second call: tables made once do not count, results do, as `workspace_bytes` has it."""
         if not self.found:
             return []
         if self.problem.device.type == "cpu":

@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
     urls.write(args.output, content)
     with urls.beside(args.output):
         if args.json:
-            counts = {"bytes": len(content), "decisions": len(shown)}
-            print_json({"path": args.output, "folder": str(folder), **counts})
+            print_json({"path": args.output, "folder": str(folder), "bytes": len(content), "decisions": len(shown)})
         else:
             print(f"{len(shown)} decisions in {args.output} ({len(content) / 1e6:.2f} MB)")
     return 0

@@ -23,7 +23,7 @@ from attn_dispatch.kernels.autograd import NO_TANGENTS, refuse_second
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
-from attn_dispatch.spec.problem import Call, dropout
+from attn_dispatch.spec.problem import Call, Problem, dropout
 from attn_dispatch.spec.shapes import pair_count
 from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_alibi_slopes, common_dtype
 
@@ -280,3 +280,26 @@ def _backward_flops(
 
 
 count_flops()
+
+
+def check_whole(call: Call) -> None:
+    """Check tensors that are about to be cut. Raises InvalidInput."""
+    if not tracing.graphed(*call.qkv):
+        masks = {name: getattr(call, name) for name in ("layout", "key_mask", "bias", "alibi_slopes")}
+        Problem.of_call(Call(call.q, call.k, _as_wide(call), **masks), may_be_empty=True)
+        return
+    check(*call.qkv, call.layout)  # the operator checks the rest when it runs
+    k_len = call.k.shape[call.layout.index("n")]
+    for name, axis in (("v", call.layout.index("n")), ("key_mask", -1), ("bias", -1)):
+        x: Any = getattr(call, name)
+        if x is not None and not (isinstance(x, Tensor) and x.ndim and x.shape[axis] == k_len):
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(f"{name} must be a tensor with the {k_len} keys of k, got {got}")
+
+
+def _as_wide(call: Call) -> Any:
+    """A tensor like v with k's shape where they differ in width alone, so that everything else can be checked."""
+    k, v = call.k, call.v
+    if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (k, v)) or k.shape[:-1] != v.shape[:-1]:
+        return v
+    return v.new_empty(()).expand(k.shape)

@@ -165,9 +165,9 @@ def _segments_from(first: int, segment: int, length: int) -> list[tuple[int, int
     begin = first // segment * segment
     whole = -(-first // segment) * segment
     full, rest = divmod(max(0, length - whole), segment)
-    found = [(begin, 1, min(segment, length - begin))] * (begin < whole)
-    found += [(whole, full, segment)] * (full > 0)
-    return found + [(whole + full * segment, 1, rest)] * (rest > 0)
+    parts = [(begin, begin < whole, min(segment, length - begin)), (whole, full, segment)]
+    parts.append((whole + full * segment, rest > 0, rest))
+    return [(start, int(count), size) for start, count, size in parts if count]
 
 
 def _rows_of(
@@ -188,8 +188,8 @@ def _rows_of(
     queries, rest = StridedRows(first - ahead, 1, left, 0, rate), StridedRows(first, 1, left, 0, rate)
     if not is_causal:
         return [(queries, StridedRows(start, 1, size, offset, rate), False)]
-    earlier = [(queries, StridedRows(start, 1, first - start, offset, rate), False)] * (before > 0)
-    return [*earlier, (queries, rest, True)]
+    earlier = (queries, StridedRows(start, 1, first - start, offset, rate), False)
+    return [*([earlier] if before > 0 else []), (queries, rest, True)]
 
 
 def _dilated_pieces(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.kernels.progressions import OPEN, most_row_groups, row_groups
-from attn_dispatch.spec.orders import NATURAL, Reordered, permutation, permutation_of_queries, places
+from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries, places, token_order_of
 from attn_dispatch.spec.pattern import Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band
@@ -81,9 +81,8 @@ def dilation_period(pattern: Pattern) -> int:
 
 def neighborhood_and_order(pattern: Pattern) -> tuple[Neighborhood | None, str]:
     """The pattern if it is a neighbourhood, else None; and the order in which the caller stores the tokens."""
-    if isinstance(pattern, Reordered) and isinstance(pattern.pattern, Neighborhood):
-        return pattern.pattern, pattern.order
-    return (pattern if isinstance(pattern, Neighborhood) else None), NATURAL
+    natural = pattern.natural
+    return (natural, token_order_of(pattern)) if isinstance(natural, Neighborhood) else (None, NATURAL)
 
 
 def native_table_bytes(problem: Problem, order: str = NATURAL) -> int:
@@ -132,7 +131,7 @@ def _tables(problem: Problem, order: str) -> NativeTables:
 
 
 def _in_steps(problem: Problem, borders: Tensor, ahead: int = 0) -> NativeTables:
-    """Of documents that begin and end at `borders`; the queries are the tokens from `ahead` on."""
+    """The tables of documents that begin and end at `borders`; the queries are the tokens from `ahead` on."""
     head_class = torch.zeros(problem.heads, dtype=torch.int64)
     tiles: list[Tensor] = []
     runs: list[Tensor] = []
