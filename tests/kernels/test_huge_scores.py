@@ -134,6 +134,17 @@ def test_scores_that_are_huge_and_equal(backend: str, size: float) -> None:
     assert all(x.isfinite().all() for x in grads)
 
 
+@pytest.mark.parametrize("length", [9, 13, 16, 17, 22])
+def test_equal_keys_have_equal_weights(length: int) -> None:
+    """The last rows of a block are added in the order of the others, whatever the processor's register tile."""
+    *_, v, grad = tensors(length, torch.float32)
+    q = torch.full_like(v, 2.0**15)
+    out, _, _, dv = gradients((q, q, v), grad, Dense(), backend="native")
+    expected, _, _, mean = gradients((q * 0, q, v), grad, Dense(), backend="native")
+    assert is_close(out, expected)
+    assert is_close(dv, mean)
+
+
 @each(OWN, 1e5, 1e30, 1e10)
 def test_a_huge_scale_and_one_key(backend: str, size: float) -> None:
     """One key has all of the weight, whatever its score. PyTorch's kernels give NaN from about 1e9 on."""

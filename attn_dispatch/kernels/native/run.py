@@ -43,7 +43,7 @@ def partial(problem: Problem, key_mask: Tensor | None = None, tables: NativeTabl
         tables: of the rows that the tensors hold; by default those of the problem's pattern.
     """
     seen = None if key_mask is None else key_mask.contiguous()
-    return NativePasses(problem, native_tables(problem) if tables is None else tables, seen, None)
+    return NativePasses(problem, native_tables(problem) if tables is None else tables, seen, None, more_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class NativePasses:
     bias: Tensor | None = None
     slopes: Tensor | None = None
     later: tuple[NativeTables, ...] = ()  #: of more queries, which are computed after those of `tables`
+    more_keys: bool = False  #: whether the backward pass is given the lse of more keys than these
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
@@ -107,7 +108,7 @@ class NativePasses:
             args.sums = sums.data_ptr()
         grad_lse = None if grad_lse is None else grad_lse.resolve_neg().contiguous()
         args.lse, args.grad_lse = lse.data_ptr(), None if grad_lse is None else grad_lse.data_ptr()
-        args.parts, args.part_stride = parts, dk.stride(0)
+        args.parts, args.part_stride, args.more_keys = parts, dk.stride(0), self.more_keys
         dbias = None
         if problem.bias_needs_grad:
             scores = (problem.batch, problem.heads, problem.q_len, problem.k_len)

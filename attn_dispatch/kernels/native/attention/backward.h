@@ -121,7 +121,8 @@ struct PairedBack {
 
 // From scores of about a hundred thousand on, rounding of lse is seen in the weights; at a billion nothing else is left of
 // them. Then they are taken from the scores' own maximum and sum. Where lse is that of more keys, it says which share is
-// theirs, if it is more than rounded. Sets the maximum, `peak`, and what else is subtracted from scores as powers of 2, `total`.
+// theirs, if it is more than rounded: the forward pass adds the products of a score in another order. Sets the maximum,
+// `peak`, and what else is subtracted from scores as powers of 2, `total`.
 template <class Products> void weigh_again(const Args& a, const Tile& tile, i64 b, i64 h, Products& products, Scratch& s) {
     std::fill_n(s.peak, T, NONE);
     std::fill_n(s.total, T, 0.0f);
@@ -131,9 +132,10 @@ template <class Products> void weigh_again(const Args& a, const Tile& tile, i64 
         block.hide(s.scores);
         weigh<NoSums>(block, products.unit, 0, s);
     });
+    const double slack = (4 + std::sqrt((double)a.head_dim)) * ROUNDING;
     for (int i = 0; i < T; i++) {
         double own = (double)s.peak[i] * products.unit + std::log2(s.total[i]), all = a.lse[a.lse_row(b, h) + s.at[i]] * LOG2_E;
-        bool keyless = s.dead[i] || s.total[i] == 0.0f, rounded = all - own < std::fabs(all) * SLACK;
+        bool keyless = s.dead[i] || s.total[i] == 0.0f, rounded = !a.more_keys || all - own < std::fabs(all) * slack;
         if (keyless) s.peak[i] = 0.0f;
         s.total[i] = keyless ? NEVER : (float)(std::log2(s.total[i]) + (rounded ? 0.0 : all - own));
     }

@@ -101,6 +101,7 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
     float* scores;
     mutable Ahead ahead = {};
     static constexpr int TALL = TALL_ROWS;
+    static constexpr bool ALL_TALL = true; // the last rows too: equal keys get equal scores, added in one order
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N] = {};
@@ -122,14 +123,14 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * pitch + (n0 + n) * W, sum[i][n]);
     }
-    // TALL rows for one vector of lanes; even and odd entries have sums of their own. More rows that lie a power of two
+    // Up to TALL rows for one vector of lanes; even and odd entries have sums of their own. More rows that lie a power of two
     // apart would share one set of the L1 cache.
-    void tall(int i0, int n0) const {
+    template <int M> void tall(int i0, int n0) const {
         constexpr int EACH = 2, NEAR = LISTED ? 1 : 3; // an address has a register and up to twice another one
-        vec sum[EACH][TALL] = {};
+        vec sum[EACH][M] = {};
         const i64 step = rows.stride, size = pitch;
-        const char* row[(TALL + NEAR - 1) / NEAR];
-        UNROLL for (int i = 0; i < TALL; i += NEAR) row[i / NEAR] = rows.row<LISTED>(i0 + i);
+        const char* row[(M + NEAR - 1) / NEAR];
+        UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] = rows.row<LISTED>(i0 + i);
         const float* x = (const float*)lanes + n0 * W;
         Ahead next = ahead; // in registers
         if constexpr (LISTED) next.start(i0);
@@ -139,13 +140,13 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
                 if (!LISTED || e == 0) next.fetch();
                 vec lane = load(x);
                 x += size;
-                UNROLL for (int i = 0; i < TALL; i++)
+                UNROLL for (int i = 0; i < M; i++)
                     sum[e][i] = Op::add(sum[e][i], Op::spread(row[i / NEAR] + i % NEAR * step + e * 4), lane);
             }
-            UNROLL for (int i = 0; i < TALL; i += NEAR) row[i / NEAR] += EACH * 4;
+            UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] += EACH * 4;
         }
         ahead = next;
-        UNROLL for (int i = 0; i < TALL; i++) store(scores + (i0 + i) * size + n0 * W, sum[0][i] + sum[1][i]);
+        UNROLL for (int i = 0; i < M; i++) store(scores + (i0 + i) * size + n0 * W, sum[0][i] + sum[1][i]);
     }
 };
 
@@ -157,6 +158,7 @@ template <class Op, class Ahead = NoFetch> struct Mix {
     float* sums;
     mutable Ahead ahead = {};
     static constexpr int TALL = TALL_SUMS;
+    static constexpr bool ALL_TALL = false;
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
@@ -180,22 +182,22 @@ template <class Op, class Ahead = NoFetch> struct Mix {
             UNROLL for (int n = 0; n < N; n++) store(to + i * pitch + n * W, sum[i][n]);
     }
     // The same for one vector of lanes.
-    void tall(int i0, int n0) const {
-        vec sum[TALL];
+    template <int M> void tall(int i0, int n0) const {
+        vec sum[M];
         const i64 size = pitch;
         float* to = sums + i0 * size + n0 * W;
-        UNROLL for (int i = 0; i < TALL; i++) sum[i] = load(to + i * size);
+        UNROLL for (int i = 0; i < M; i++) sum[i] = load(to + i * size);
         const float* x = (const float*)lanes + n0 * W;
         Ahead next = ahead;
         for (int t = 0; t < keys; t++) {
             next.fetch();
             const char* row = rows.row<false>(t) + i0 * 4;
             vec lane = load(x);
-            UNROLL for (int i = 0; i < TALL; i++) sum[i] = Op::add(sum[i], Op::spread(row + i * 4), lane);
+            UNROLL for (int i = 0; i < M; i++) sum[i] = Op::add(sum[i], Op::spread(row + i * 4), lane);
             x += size;
         }
         ahead = next;
-        UNROLL for (int i = 0; i < TALL; i++) store(to + i * size, sum[i]);
+        UNROLL for (int i = 0; i < M; i++) store(to + i * size, sum[i]);
     }
 };
 
@@ -208,6 +210,7 @@ template <class Op, bool LISTED = false> struct Spread {
     const float* others;
     i64 width;
     static constexpr int TALL = 0;
+    static constexpr bool ALL_TALL = false;
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
@@ -241,7 +244,13 @@ template <int M, class P> inline void row_of_tiles(const P& product, int i, int 
 template <class P> void multiply(const P& product, int count, int from, int to) {
     int i = 0;
     if constexpr (P::TALL > 0)
-        for (; to - from == 1 && i + P::TALL <= count; i += P::TALL) product.tall(i, from);
+        for (; to - from == 1 && i + P::TALL <= count; i += P::TALL) product.template tall<P::TALL>(i, from);
+    if constexpr (P::ALL_TALL)
+        if (to - from == 1) {
+            if (count - i >= 4) { product.template tall<4>(i, from); i += 4; }
+            if (count - i >= 2) { product.template tall<2>(i, from); i += 2; }
+            if (i < count) product.template tall<1>(i++, from);
+        }
     for (; i + MR <= count; i += MR) row_of_tiles<MR>(product, i, from, to);
     if (count - i >= 4) { row_of_tiles<4>(product, i, from, to); i += 4; }
     if (count - i >= 2) { row_of_tiles<2>(product, i, from, to); i += 2; }

@@ -43,6 +43,7 @@ struct Args {
     const float *slopes, *bias; // of ALiBi [., heads], and [., ., q_len, k_len]; or null
     float* dbias;               // [batch, heads, q_len, k_len], or null
     i64 slopes_batch, bias_batch, bias_head, bias_row, bias_key; // strides
+    i64 more_keys; // backward: whether lse is that of more keys than the tables name
 
     // Floats of what a split leaves: peaks, totals and sums by lane, and the unit of scores.
     i64 state_size() const { return 2 * T + head_dim * std::min<i64>(T, (packed_heads * q_len + W - 1) / W * W) + 1; }

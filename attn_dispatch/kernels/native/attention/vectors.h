@@ -45,7 +45,7 @@ constexpr float NONE = -std::numeric_limits<float>::infinity();
 constexpr float MOST = std::numeric_limits<float>::max() / 2; // absolute value of what a bias adds
 constexpr float NEVER = std::numeric_limits<float>::infinity();
 constexpr float ROUGH = 1 << 12;  // absolute value of lse past which its rounding is worth a second pass over the scores
-constexpr double SLACK = 2.5e-7; // of an lse, relative: four roundings
+constexpr double ROUNDING = 6e-8; // of a float, relative
 constexpr double LOG2_E = 1.4426950408889634, LN_2 = 0.6931471805599453;
 static_assert(T % (NV * W) == 0, "a tile is whole register tiles");
 
