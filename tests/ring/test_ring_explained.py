@@ -61,7 +61,7 @@ def test_documents_are_explained_without_a_word_to_others(ranks: Ranks, set_mode
     """Documents of 20, 20 and 8 tokens, the second one cut after 4: the other 16 see those too."""
     set_mode("off")
     first, second = ranks.everywhere(explained_documents, ranks=2)
-    assert [each.split(", 4, 8]")[0] for each in first] == ["[2, 32", "[2, 4"]  # classes of lengths
+    assert [each.split(", 4, 8]")[0] for each in first] == ["[2, 4", "[2, 32"]  # classes of lengths
     assert [each.split("   ")[0] for each in second] == ["[2, 16, 4, 8] k, v [32, 4]", "[2, 8, 4, 8]"]
 
 
