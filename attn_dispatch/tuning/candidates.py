@@ -160,24 +160,25 @@ class Request:
     def candidates_of(self, backend: Backend, free: int | None) -> list[Candidate]:
         """One candidate per order; a single one, in natural order, of a backend that refuses."""
         problem, version = self.problem, version_of(backend)
+        plain = Candidate(backend, NATURAL, version)
         if backend.name in _stalled:
-            return [_failed(backend, version, _stalled[backend.name])]
+            return [ruled_out(plain, "failed", _stalled[backend.name])]
         excluded = self._why_excluded(backend, version)
         if excluded.startswith("hung"):  # it is not even asked
-            return [_with_reason(Candidate(backend, NATURAL, version), "quarantined", excluded)]
+            return [ruled_out(plain, "quarantined", excluded)]
         try:
             why, workspace, orders = _asked(backend, partial(self._answers, backend))
         except guard.TimedOut as error:
             reason = _stalled[backend.name] = f"refusals, workspace_bytes or orders: {one_line(error)}"
             if mode() != "off":
                 _exclude(self.silicon, backend.name, version, "hung", reason, str(problem))
-            return [_failed(backend, version, reason)]
+            return [ruled_out(plain, "failed", reason)]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
-            return [_failed(backend, version, f"refusals, workspace_bytes or orders: {one_line(error)}")]
+            return [ruled_out(plain, "failed", f"refusals, workspace_bytes or orders: {one_line(error)}")]
         if why is not None:
-            return [_with_reason(Candidate(backend, NATURAL, version), *why)]
+            return [ruled_out(plain, *why)]
         if excluded:
-            return [_with_reason(Candidate(backend, order, version), "quarantined", excluded) for order in orders]
+            return [ruled_out(Candidate(backend, order, version), "quarantined", excluded) for order in orders]
         needed = workspace + problem.result_bytes
         if free is None:
             free = available_bytes(problem.device) if needed > UNCHECKED_BYTES else sys.maxsize
@@ -223,10 +224,6 @@ def version_of(backend: Backend) -> str | None:
     except RuntimeError:  # no Exception, in the guarded thread
         pass
     return None
-
-
-def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
-    return _with_reason(Candidate(backend, NATURAL, version), "failed", reason)
 
 
 def _exclude(at: str, name: str, version: str | None, kind: Kind, why: str, title: str, scope: str = "") -> None:
@@ -286,12 +283,8 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> object:
 registry.guard_imports(_guarded_import)
 
 
-def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:
-    """A candidate that cannot run, with its status and reason."""
-    return _with_reason(Candidate(backend, order, version_of(backend)), status, reason)
-
-
-def _with_reason(each: Candidate, status: str, reason: str) -> Candidate:
+def ruled_out(each: Candidate, status: str, reason: str) -> Candidate:
+    """The candidate, which cannot run, with its status and reason."""
     row = Row(backend=each.name, order=each.order, status=status, reason=printable(reason), version=each.version)
     return Candidate(each.backend, each.order, each.version, row)
 
@@ -301,7 +294,7 @@ def _checked_memory(each: Candidate, needed: int, free: int) -> Candidate:
     if each.row is not None or needed <= max(UNCHECKED_BYTES, MEMORY_SHARE * free):
         return each
     reason = f"needs {gib(needed)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
-    return _with_reason(each, "over_memory", reason)
+    return ruled_out(each, "over_memory", reason)
 
 
 def status_and_reason(refusals: Sequence[Refusal]) -> tuple[str, str]:

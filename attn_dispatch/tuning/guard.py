@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attn_dispatch import process_state
@@ -228,20 +228,14 @@ def capped(device: torch.device) -> Iterator[None]:
 
     Enter this outside of `run_guarded`: an abandoned thread never leaves a block.
     """
-    with _capped_allocator(device) if device.type == "cuda" else nullcontext():
+    index = resolve(device).index if device.type == "cuda" else None
+    before = None if index is None else memory_fraction(index)
+    if index is None or before is None:
         yield
-
-
-@contextmanager
-def _capped_allocator(device: torch.device) -> Iterator[None]:
+        return
     import torch
 
     cuda: Any = torch.cuda
-    index = resolve(device).index
-    before = memory_fraction(index)
-    if before is None:
-        yield
-        return
     room = cuda.memory_allocated(index) + available_bytes(device)
     abandoned = False
     try:
@@ -321,7 +315,9 @@ def device_fault(
     if isinstance(error, TimedOut):
         return None if error.stopped and _is_idle(device) else ("hung", text)
     try:
-        run_guarded(lambda: _synchronize(device), limit_s)
+        import torch
+
+        run_guarded(lambda: torch.cuda.synchronize(device), limit_s)
     except TimedOut:
         return "hung", f"the device is still at work {limit_s:g} s after: {text}"
     except RuntimeError:  # as after an illegal access: every later call in the process fails
@@ -337,9 +333,3 @@ def _is_idle(device: torch.device) -> bool:
         return all(get(device).query() for get in (torch.cuda.current_stream, torch.cuda.default_stream))
     except RuntimeError:
         return False
-
-
-def _synchronize(device: torch.device) -> None:
-    import torch
-
-    torch.cuda.synchronize(device)

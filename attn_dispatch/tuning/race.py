@@ -77,7 +77,7 @@ class Race:
         if len(self.runners) == 1 and remaining_s <= 0:
             # Nothing to compare with and no budget left: the run that the gate checked is the only sample.
             ((only, (_, admitted)),) = self.runners.items()
-            self.rounds = Rounds({only: intervals.Timing((admitted.call_ms,), admitted.call_ms)}, {}, {}, 0, 0.0)
+            self.rounds = Rounds({only: intervals.Timing((admitted.call_ms,), admitted.call_ms)}, {}, {}, 0)
             return
         self._calls = {name: _Watched(call_of(each), self.differences) for name, (each, _) in self.runners.items()}
         stopwatch = self.stopwatch or stopwatch_of(self.problem.device, self.stepped)

@@ -52,14 +52,13 @@ class Rounds:
     candidate. ``dropped``: the ratio to the fastest at which a candidate was dropped as hopeless, or for lack of time;
     ``short_of_time``: those of the latter that might be the fastest. ``retired``: candidates that stopped early because
     their comparison was settled: beaten, or not faster than the incumbent. ``rounds``: rounds that the survivors
-    finished. ``elapsed_s``: total time in seconds. ``load``: what took place beside the samples.
+    finished. ``load``: what took place beside the samples.
     """
 
     timings: dict[str, Timing]
     failures: dict[str, Exception]
     dropped: dict[str, float]
     rounds: int
-    elapsed_s: float
     short_of_time: frozenset[str] = frozenset()
     retired: frozenset[str] = frozenset()
     load: Load = NO_LOAD
@@ -161,7 +160,6 @@ def sampled_in_rounds(
         timer.failures,
         timer.dropped,
         timer.rounds,
-        clock() - start_s,
         timer.short_of_time,
         frozenset(timer.retired),
         timer.stopwatch.load,
@@ -259,7 +257,7 @@ class _RoundTimer:
                     break
                 next_look = math.ceil(self.rounds * _LOOKS_GROW)
             limit_s = min((most for rounds, most in TIME_LIMITS_S.items() if self.rounds >= rounds), default=math.inf)
-            if self.clock() - start_s >= limit_s or self._round_s() > self._left_s():
+            if self.clock() - start_s >= limit_s or self._round_s() > self.end_s - self.clock():
                 break
             for name, each in self._shuffled():
                 yield each.sample_s
@@ -285,15 +283,12 @@ class _RoundTimer:
     def _disturbed(self) -> bool:
         return self.stopwatch.load.disturbed
 
-    def _left_s(self) -> float:
-        return self.end_s - self.clock()
-
     def _round_s(self) -> float:
         return sum(each.sample_s for each in self.running().values())
 
     def _rounds_left(self) -> float:
         """Rounds that the budget suffices for; infinity where nothing is dropped for lack of them."""
-        return safe_ratio(self._left_s(), self._round_s()) if self.short_of_rounds else math.inf
+        return safe_ratio(self.end_s - self.clock(), self._round_s()) if self.short_of_rounds else math.inf
 
     def _shuffled(self) -> list[tuple[str, _Timed]]:
         running = list(self.running().items())

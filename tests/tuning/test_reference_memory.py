@@ -34,7 +34,7 @@ ERRORS = {
 PLACES = {
     "example": (example, "_drawn", 1),
     "reference": (oracle._Sample, "evaluate", 1),
-    "tolerance": (oracle._Sample, "rounding_errors", 1),
+    "tolerance": (oracle._Sample, "_terms", 3),
     "hard cases": (gate, "case_of", 1),
     "comparison": (oracle, "_error", 12),
     "another call": (oracle._Sample, "of", 2),
