@@ -321,12 +321,18 @@ def to_measure(
     able = {candidate.id: candidate for candidate in found if candidate.row is None}
     names = set(able)
     if prior is not None and changed is not None:
-        names &= {*changed, prior.chosen, *_best_unchanged(prior, able.keys() - set(changed))}
+        unchanged, choice = able.keys() - set(changed), prior.chosen
+        timed = [row for row in prior.candidates if row.id in unchanged and row.median_ms is not None]
+        # The fastest of them is measured again, so that ratios to it are paired.
+        best = sorted(timed, key=lambda row: (row.id != choice, row.median_ms))[:1]
+        names &= {*changed, choice, *(row.id for row in best)}
     measurable = [able[name] for name in able if name in names]
     leading = next((each for each in measurable if each.id == first), None) or static_choice(measurable)
     rest = sorted((each for each in measurable if each is not leading), key=lambda each: _effort(each, problem))
-    if prior is None and first is None and leading is not None and _has_far_less_work(rest, leading, problem):
-        leading, rest = rest[0], [leading, *rest[1:]]
+    if prior is None and first is None and leading is not None and rest:
+        least, whole = flops(rest[0], problem), flops(leading, problem)
+        if least and whole and least * LESS_WORK_FACTOR <= whole:
+            leading, rest = rest[0], [leading, *rest[1:]]
     return rest if leading is None else [leading, *rest]
 
 
@@ -334,19 +340,6 @@ def _effort(candidate: Candidate, problem: Problem) -> tuple[int, int, float]:
     """Octaves of declared work, then declared memory, then work itself; 0 where the work is unknown."""
     declared = flops(candidate, problem) or 0.0
     return round(math.log2(declared)) if declared >= 1 else 0, candidate.workspace_bytes, declared
-
-
-def _has_far_less_work(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
-    """Whether the least work of the others is at most 1 / `LESS_WORK_FACTOR` of the first one's."""
-    least, whole = (flops(rest[0], problem) if rest else None), flops(first, problem)
-    return bool(least and whole and least * LESS_WORK_FACTOR <= whole)
-
-
-def _best_unchanged(prior: Decision, names: Collection[CandidateId]) -> list[CandidateId]:
-    """The fastest unchanged candidate, measured again so that ratios to it are paired."""
-    timed = [row for row in prior.candidates if row.id in names and row.median_ms is not None]
-    best = min(timed, key=lambda row: (row.id != prior.chosen, row.median_ms), default=None)
-    return [] if best is None else [best.id]
 
 
 def work(candidate: Candidate, problem: Problem) -> float:

@@ -159,11 +159,8 @@ class Gate:
     def builds_ms(self, candidate: Candidate) -> float:
         """Milliseconds the backend declares to build for this problem alone, and for the hard cases due."""
         here_ms = 0.0 if candidate.backend.shares_builds else first_call_ms(candidate, self.problem)
-        if not here_ms or self.has_passed(candidate):
-            return here_ms
-        return here_ms + sum(
-            first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
-        )
+        due = class_key(self.problem)[:COMPILED_CASES] if here_ms and not self.has_passed(candidate) else ()
+        return here_ms + sum(first_call_ms(candidate, each.problem) for each in due)
 
     def prepare(self, candidate: Candidate) -> Rejected | None:
         """Run a backend's `prepare`, if it has one, once per machine; the rejection if that fails, else None."""
@@ -304,10 +301,8 @@ class Gate:
             with reference():
                 return Oracle.of(make(problem))
 
-        def run(calls: list[Callable[[], T]]) -> list[T]:
-            return self._guarded(calls, self._limit_s(candidate, problem))
-
         def check(failures: FurtherCheck) -> Sequence[str]:
+            run = partial(self._guarded, limit_s=self._limit_s(candidate, problem))
             return failures(oracle(), *candidate.backend_and_order, run)
 
         return [partial(check, failures) for failures in further_checks(candidate.backend)]

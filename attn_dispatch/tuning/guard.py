@@ -50,14 +50,10 @@ LIMIT_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
 class TimedOut(Exception):
-    """A guarded call did not return within its time limit.
-
-    ``seconds`` is the limit; ``stopped`` is False where the call still runs in an abandoned thread.
-    """
+    """A guarded call did not return in time; ``stopped`` is False where it still runs in an abandoned thread."""
 
     def __init__(self, seconds: float, stopped: bool = False) -> None:
         super().__init__(f"did not return within {seconds:g} s")
-        self.seconds = seconds
         self.stopped = stopped
 
 

@@ -38,8 +38,6 @@ VIEWS = ("bnhd+gaps", "bnhd+gaps", "bhnd+gaps", "bhnd")  #: memory orders of q, 
 SCATTERED = ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh")
 ODD_K = (False, True, False, False)
 
-Strides = tuple[int, ...]
-
 NAN_MARGIN = 4096  #: NaN entries before and after a view; a multiple of the alignment of tensors
 SPAN = 3  #: memory of a view, in dense tensors of its shape: a kernel that mistakes the strides reads NaN, not beyond
 COPIES = 3  #: freed NaN blocks of each size
@@ -242,7 +240,7 @@ def _of_all_sizes(problem: Problem, values: list[Tensor]) -> list[Tensor]:
 
 
 def _with_hidden_nans(
-    problem: Problem, values: list[Tensor], strides: list[Strides], masks: dict[str, Tensor]
+    problem: Problem, values: list[Tensor], strides: list[tuple[int, ...]], masks: dict[str, Tensor]
 ) -> list[Tensor]:
     """Fill queries of q and keys of k and v that are hidden, in all of an expanded axis, with NaN and inf in turn."""
     hidden = Hidden.of(problem, masks)

@@ -243,7 +243,7 @@ class _RoundTimer:
         """Drop the slowest candidates where the budget is short of rounds; none by disturbed samples."""
         least_ms = {name: each.least_ms for name, each in self.running().items()}
         fastest_ms = min(least_ms.values(), default=0.0)
-        for name in [] if self._disturbed else sorted(least_ms, key=lambda name: -least_ms[name]):
+        for name in [] if self.stopwatch.load.disturbed else sorted(least_ms, key=lambda name: -least_ms[name]):
             ratio = safe_ratio(least_ms[name], fastest_ms)
             if self._rounds_left() >= ENOUGH_ROUNDS or ratio < FAR_RATIO:
                 return
@@ -279,10 +279,6 @@ class _RoundTimer:
                 found[name] = Timing(samples, each.first_ms, watch.host_ms(each.call), watch.device_ms(each.call))
         return found
 
-    @property
-    def _disturbed(self) -> bool:
-        return self.stopwatch.load.disturbed
-
     def _round_s(self) -> float:
         return sum(each.sample_s for each in self.running().values())
 
@@ -300,7 +296,7 @@ class _RoundTimer:
         costs_ms = {name: time_ms + self.extra_ms.get(name, 0.0) for name, time_ms in times_ms.items()}
         fastest_ms, found = min(costs_ms.values(), default=0.0), dict[str, float]()
         for name, cost_ms in costs_ms.items():
-            ratio, doubtful = safe_ratio(cost_ms, fastest_ms), self._disturbed or name in self.incumbents
+            ratio, doubtful = safe_ratio(cost_ms, fastest_ms), self.stopwatch.load.disturbed or name in self.incumbents
             if ratio > self.hopeless * (DOUBT_FACTOR if doubtful else 1.0):
                 found[name] = ratio
         return found

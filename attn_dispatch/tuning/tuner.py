@@ -282,13 +282,6 @@ class Trial:
         """The admitted candidate that ran first."""
         return next((candidate for candidate in self.runners if candidate.title in self.admitted), None)
 
-    def _incumbent(self) -> str | None:
-        """The title of the incumbent: the prior choice, else the static choice, among the admitted."""
-        admitted = [candidate for candidate in self.candidates if candidate.title in self.admitted]
-        decided = next((each for each in admitted if self.prior is not None and each.id == self.prior.chosen), None)
-        incumbent = decided or static_choice(admitted)
-        return None if incumbent is None else incumbent.title
-
     def _remaining_s(self) -> float:
         most_s = self.budget_s
         if self.waiting and self.admitted and self.live_s is None:
@@ -385,9 +378,12 @@ class Trial:
         return found
 
     def _race(self, example: Example, differences: Sequence[float]) -> Steps[None]:
-        if (incumbent := self._incumbent()) is None:
-            return
+        """Race the admitted; the incumbent is the prior choice among them, else the static choice."""
         admitted = [each for each in self.candidates if each.title in self.admitted]
+        decided = next((each for each in admitted if self.prior is not None and each.id == self.prior.chosen), None)
+        if (first := decided or static_choice(admitted)) is None:
+            return
+        incumbent = first.title
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
         for title, (each, seen) in list(runners.items()):
             if seen.call_ms > self._longest_s * 1e3 and title != incumbent:  # it would delay a call of the program

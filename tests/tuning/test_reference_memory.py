@@ -32,7 +32,7 @@ ERRORS = {
     "files": OSError(24, "Too many open files"),
 }
 PLACES = {
-    "example": (example, "_drawn", 1),
+    "example": (example, "randn", 1),
     "reference": (oracle._Sample, "evaluate", 1),
     "tolerance": (oracle._Sample, "_terms", 3),
     "hard cases": (gate, "case_of", 1),
