@@ -107,7 +107,8 @@ def _backend_candidates(problem: Problem, backend: Backend, order: str | None) -
     """The candidates of one backend, in the forced order or the orders that it offers."""
     try:
         if refusals := refusals_of(backend, problem):
-            return [ruled_out(Candidate(backend, order or NATURAL, version_of(backend)), *status_and_reason(refusals))]
+            why = status_and_reason(refusals)
+            return [ruled_out(Candidate(backend, order or NATURAL, version_of(backend)), *why)]
         offered = orders_of(backend, problem) or (NATURAL,)
         if order is not None and order not in forced_orders(backend, problem):
             return [_unsupported_order(backend, problem, order, offered)]

@@ -1,6 +1,6 @@
-"""Files of lines: checks passed on this machine, which no process repeats, and problems that could not be measured.
+"""Files of lines: checks that this machine passed, so that none is repeated, and problems that were not measured.
 
-    <cache folder>/passed/<silicon>.txt    a digest of all that a check depends on, as of a version, or another's choice
+    <cache folder>/passed/<silicon>.txt    a digest of all that a check depends on, such as versions
     <cache folder>/missed.jsonl            a problem as JSON; `attn-dispatch profile --from` measures them
 
 Lines are appended; past `MOST` bytes the older half goes. A damaged or missing line costs a repeated check, or one

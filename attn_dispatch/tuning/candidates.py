@@ -29,7 +29,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import current_flash
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.decision import CandidateId, Decision, Row
-from attn_dispatch.store.quarantine import Entry, Kind, Quarantine, crash_marker, until
+from attn_dispatch.store.quarantine import STRIKES, Entry, Kind, Quarantine, crash_marker, until
 from attn_dispatch.text import gib, one_line, printable, titled
 from attn_dispatch.tuning import guard
 
@@ -231,10 +231,10 @@ def _exclude(at: str, name: str, version: str | None, kind: Kind, why: str, titl
     Quarantine(cache_folder(), at).add(entry)
 
 
-def quarantine(candidate: Candidate, problem: Problem, address: Address, kind: Kind, why: str, scope: str = "") -> None:
-    """Exclude the candidate's version, for a group's problems or all; never that of the last resort."""
+def quarantine(candidate: Candidate, problem: Problem, address: Address, kind: Kind, why: str) -> None:
+    """Exclude the candidate's version, for the group alone if its fault is proven; never the last resort's."""
     if candidate.name != registry.LAST_RESORT:
-        title = candidate.problem_title(problem)
+        title, scope = candidate.problem_title(problem), "" if kind in STRIKES else address.group
         _exclude(address.silicon, candidate.name, candidate.version, kind, why, title, scope)
 
 

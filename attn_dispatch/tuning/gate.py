@@ -31,8 +31,8 @@ from attn_dispatch.store.address import Address
 from attn_dispatch.store.files import digest
 from attn_dispatch.store.quarantine import Kind, crash_marker
 from attn_dispatch.text import one_line
-from attn_dispatch.tuning import candidates, guard
-from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, work
+from attn_dispatch.tuning import guard
+from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, quarantine, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.guard import NoReference, reference
@@ -173,7 +173,7 @@ class Gate:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text, hung = one_line(error), isinstance(error, guard.TimedOut)
             if hung:
-                self._quarantine(candidate, "hung", f"preparing: {text}")
+                quarantine(candidate, self.problem, self.address, "hung", f"preparing: {text}")
             return Rejected("failed", text, quarantined=hung and candidate.name != registry.LAST_RESORT)
         return None
 
@@ -232,7 +232,7 @@ class Gate:
             text = one_line(error)
             kind = self._kind_of(error, candidate.needed_bytes, free_before)
             if kind is not None and (again or kind != "memory"):
-                self._quarantine(candidate, kind, text, self.address.group if kind == "memory" else "")
+                quarantine(candidate, self.problem, self.address, kind, text)
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
             self._restored_after(candidate)
@@ -259,7 +259,7 @@ class Gate:
             return replace(found, first_ms=first_ms, peak_bytes=peak, error=error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
-            self._quarantine(candidate, "memory", excess, self.address.group)
+            quarantine(candidate, self.problem, self.address, "memory", excess)
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
 
@@ -335,7 +335,7 @@ class Gate:
         """Quarantine a candidate whose results are wrong."""
         reason = "; ".join(failures)
         logger.warning("%s gives wrong results for %s: %s", candidate.title, self.problem, reason)
-        self._quarantine(candidate, "incorrect", reason, self.address.group)
+        quarantine(candidate, self.problem, self.address, "incorrect", reason)
         return Rejected("incorrect", reason)
 
     def _kind_of(self, error: BaseException, needed: int, free_before: int) -> Kind | None:
@@ -347,9 +347,6 @@ class Gate:
         # The declared memory was free and is so again: another program did not take it, the backend allocated more.
         is_free = needed <= min(free_before, memory.available_bytes(self.problem.device))
         return "memory" if is_free else None
-
-    def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
-        candidates.quarantine(candidate, self.problem, self.address, kind, reason, scope)
 
 
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:

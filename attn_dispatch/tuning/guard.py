@@ -40,8 +40,7 @@ MEMORY_TEXTS = (
     "not enough memory",
     "out of memory",
     "cudaerrormemoryallocation",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
+    "_status_alloc_failed",
     "std::bad_alloc",
 )
 #: Lower-case texts by which an exception reports a limit of the machine or container on threads, processes or files.
@@ -271,9 +270,8 @@ def is_limit_error(error: BaseException) -> bool:
 
     Such limits are the machine's or the container's, and mostly pass: no backend is to blame.
     """
-    return any(
-        (isinstance(each, OSError) and each.errno in LIMIT_ERRORS) or _says(each, LIMIT_TEXTS) for each in _chain(error)
-    )
+    errors = _chain(error)
+    return any(getattr(each, "errno", None) in LIMIT_ERRORS or _says(each, LIMIT_TEXTS) for each in errors)
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -41,9 +41,8 @@ ODD_K = (False, True, False, False)
 NAN_MARGIN = 4096  #: NaN entries before and after a view; a multiple of the alignment of tensors
 SPAN = 3  #: memory of a view, in dense tensors of its shape: a kernel that mistakes the strides reads NaN, not beyond
 COPIES = 3  #: freed NaN blocks of each size
-_ATEN = torch.ops.aten
 _UNWRITTEN = {
-    getattr(_ATEN, name)
+    getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 }
 

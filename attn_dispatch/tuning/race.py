@@ -146,11 +146,6 @@ class Race:
         chosen, self.outcomes = choice.choose(entrants, first, calls=expected_calls())
         return chosen
 
-    @property
-    def round_s(self) -> float:
-        """Seconds of one round of all candidates that were timed."""
-        return sum(timing.median_ms for timing in self.rounds.timings.values()) / 1e3
-
     def why_provisional(self) -> str:
         """Why the choice may be another one under better conditions; empty where it is settled."""
         if self.rounds.load.disturbed:

@@ -205,7 +205,7 @@ class _RoundTimer:
 
     def run_first_calls(self, calls: Mapping[str, Call], known_ms: Mapping[str, float]) -> None:
         for name, call in calls.items():
-            with self._trying(name):
+            with ending_on_failure(name, self.failures, self.around):
                 first_ms = known_ms[name] if name in known_ms else self.stopwatch.mean_ms(call)
                 self.candidates[name] = _Timed(call, first_ms)
 
@@ -219,7 +219,7 @@ class _RoundTimer:
                 self.dropped[name] = hopeless[name]
                 continue
             yield each.first_ms / 1e3
-            with self._trying(name):
+            with ending_on_failure(name, self.failures, self.around):
                 if late and over:
                     sample_ms = self.stopwatch.mean_ms(each.call)
                 else:
@@ -233,7 +233,7 @@ class _RoundTimer:
         for name in self._hopeless(least_ms):
             each = self.candidates[name]
             if each.first_ms > 2 * each.samples_ms[0] and self.clock() < self.end_s:
-                with self._trying(name):
+                with ending_on_failure(name, self.failures, self.around):
                     least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(each.call, each.repeats))
         running = self.running().keys()
         self.dropped |= self._hopeless({name: ms for name, ms in least_ms.items() if name in running})
@@ -261,7 +261,7 @@ class _RoundTimer:
                 break
             for name, each in self._shuffled():
                 yield each.sample_s
-                with self._trying(name):
+                with ending_on_failure(name, self.failures, self.around):
                     each.samples_ms.append(self.stopwatch.mean_ms(each.call, each.repeats))
             self.rounds += bool(self.running())
 
@@ -296,7 +296,8 @@ class _RoundTimer:
         costs_ms = {name: time_ms + self.extra_ms.get(name, 0.0) for name, time_ms in times_ms.items()}
         fastest_ms, found = min(costs_ms.values(), default=0.0), dict[str, float]()
         for name, cost_ms in costs_ms.items():
-            ratio, doubtful = safe_ratio(cost_ms, fastest_ms), self.stopwatch.load.disturbed or name in self.incumbents
+            ratio = safe_ratio(cost_ms, fastest_ms)
+            doubtful = self.stopwatch.load.disturbed or name in self.incumbents
             if ratio > self.hopeless * (DOUBT_FACTOR if doubtful else 1.0):
                 found[name] = ratio
         return found
@@ -327,9 +328,6 @@ class _RoundTimer:
         if remaining:
             out |= {name for name in incumbents if all(seen[rival, name] == "faster" for rival in remaining)}
         return out, any(seen[a, b] == "open" for a in remaining for b in (remaining | incumbents) - {a})
-
-    def _trying(self, name: str) -> AbstractContextManager[None]:
-        return ending_on_failure(name, self.failures, self.around)
 
 
 @contextmanager

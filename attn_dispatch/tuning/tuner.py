@@ -378,7 +378,6 @@ class Trial:
         return found
 
     def _race(self, example: Example, differences: Sequence[float]) -> Steps[None]:
-        """Race the admitted; the incumbent is the prior choice among them, else the static choice."""
         admitted = [each for each in self.candidates if each.title in self.admitted]
         decided = next((each for each in admitted if self.prior is not None and each.id == self.prior.chosen), None)
         if (first := decided or static_choice(admitted)) is None:
@@ -406,7 +405,8 @@ class Trial:
         provisional = self.race.why_provisional() or untried
         remaining, load = self._remaining_s(), self.race.rounds.load
         earlier = 0 if self.prior is None else self.prior.attempts  # provisional ones
-        if not self.waiting and not load.disturbed and remaining > self.race.round_s:
+        round_s = sum(timing.median_ms for timing in self.race.rounds.timings.values()) / 1e3
+        if not self.waiting and not load.disturbed and remaining > round_s:
             provisional = ""  # it had more time, which would tell no more
         return self.request.decision(
             chosen.id,
