@@ -432,7 +432,7 @@ def test_a_lack_of_memory_ends_a_trial_with_one_warning(
     def run_out(*given: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(race.Race, "skip_slowest", run_out)
+    monkeypatch.setattr(race.Race, "choose", run_out)
     exact = formula(*qkv(), Dense())[0]
     for _ in range(600):
         assert close(attend(*qkv()), exact)
