@@ -19,6 +19,7 @@ import torch
 from attn_dispatch.decisions import decide, look_up, trial_limits, unmeasured
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.recording import Use, read_record
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
@@ -31,7 +32,6 @@ from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.torch_settings import settings
 from attn_dispatch.store.decision import Decision, decode, encode
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.problem_files import Use, read_record
 from attn_dispatch.tuning.candidates import Request
 from attn_dispatch.tuning.example import make
 

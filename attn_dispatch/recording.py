@@ -1,7 +1,7 @@
 """`record`: writes the problems of a real run to a file, with how often each was called and for how long.
 
 The file has one JSON object per line: a problem when it first occurs, and again with `calls` and `seconds` at the end
-of the block. Numbers of several lines, blocks and processes add up. `profile` reads it.
+of the block. Numbers of several lines, blocks and processes add up. `read_record` reads it for `profile`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import torch
 
 from attn_dispatch import process_state
@@ -25,8 +27,10 @@ from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import record_file
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.store.decision import Amount, Count
 from attn_dispatch.text import printable
 
+USES = ("calls", "seconds")  #: fields of a line beside the problem's
 CUDA_SAMPLES = 16  #: calls of a problem that are timed by events on a GPU
 
 
@@ -159,3 +163,38 @@ class _Recorder:
             if isinstance(error, OSError):  # else the block has ended, before a call of another thread
                 name, why = printable(str(self.file.name)), error.strerror or error
                 say_once(f"calls are not recorded any more: {name} cannot be written ({why})")
+
+
+class Use(msgspec.Struct, frozen=True):
+    """How often a recorded problem was called, and the seconds that its calls took; 0 where a file has no counts."""
+
+    calls: Count = 0
+    seconds: Amount = 0.0
+
+
+def read_record(
+    path: str | os.PathLike[str], device: torch.device | str | None = None, text: str | None = None
+) -> dict[Problem, Use]:
+    """Read the distinct problems of a file that `record` wrote, in order, with the sum of their uses.
+
+    Args:
+        device: where to measure them; by default the kind of device they were recorded on.
+        text: the file's, where it was read.
+
+    Raises:
+        InvalidInput: a line is not a problem; the message names it.
+    """
+    text = Path(path).read_text(encoding="utf-8") if text is None else text
+    found: dict[Problem, Use] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            plain = msgspec.json.decode(line)
+            use = msgspec.convert(plain, Use)
+            problem = Problem.from_dict({name: plain[name] for name in plain if name not in USES}, device)
+        except (msgspec.MsgspecError, RecursionError, InvalidInput) as error:
+            cut = isinstance(error, msgspec.DecodeError) and not isinstance(error, msgspec.ValidationError)
+            why = f"not JSON ({error}); if a run was cut off there, delete the line" if cut else str(error)
+            raise InvalidInput(f"{path}, line {number}: {why}") from error
+        before = found.get(problem, Use())
+        found[problem] = Use(before.calls + use.calls, before.seconds + use.seconds)
+    return found

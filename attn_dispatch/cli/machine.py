@@ -200,14 +200,15 @@ def is_writable(folder: Path) -> bool:
 def missed(folder: Path) -> dict[str, Any]:
     """Count and file of the recorded problems that calls could not measure and that have no decision yet."""
     from attn_dispatch.decisions.look_up import read_stored
-    from attn_dispatch.store.problem_files import MISSED, MOST, parse_record
+    from attn_dispatch.recording import read_record
+    from attn_dispatch.store.passed import MISSED, MOST
     from attn_dispatch.tuning.candidates import Request
 
     path, count, reason = folder / MISSED, 0, ""
     try:
         # More than MOST, since several processes may append before one truncates. Does not block where it is a pipe.
         text = files.read(path, 4 * MOST).decode()
-        count = sum(read_stored(Request.of(problem)) is None for problem in parse_record(text, path))
+        count = sum(read_stored(Request.of(problem)) is None for problem in read_record(path, text=text))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, UnicodeDecodeError, AttnDispatchError) as error:

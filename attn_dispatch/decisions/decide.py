@@ -37,7 +37,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.store.decision import CandidateId, Decision
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.problem_files import note_missed
+from attn_dispatch.store.passed import note_missed
 from attn_dispatch.text import printable, titled
 from attn_dispatch.tuning.candidates import Request, current_environment, static_choice, to_measure
 

@@ -21,7 +21,7 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import one_line, titled
-from attn_dispatch.tuning.candidates import Candidate, Request, ruled_out, static_choice, status_and_reason
+from attn_dispatch.tuning.candidates import Candidate, Request, ruled_out, static_choice, status_and_reason, version_of
 
 _UNTRACEABLE = "a graph traced from it would not be valid for other inputs"
 
@@ -107,12 +107,13 @@ def _backend_candidates(problem: Problem, backend: Backend, order: str | None) -
     """The candidates of one backend, in the forced order or the orders that it offers."""
     try:
         if refusals := refusals_of(backend, problem):
-            return [ruled_out(backend, order or NATURAL, *status_and_reason(refusals))]
+            why = status_and_reason(refusals)
+            return [ruled_out(Candidate(backend, order or NATURAL, version_of(backend)), *why)]
         offered = orders_of(backend, problem) or (NATURAL,)
         if order is not None and order not in forced_orders(backend, problem):
             return [_unsupported_order(backend, problem, order, offered)]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way
-        return [ruled_out(backend, order or NATURAL, "failed", one_line(error))]
+        return [ruled_out(Candidate(backend, order or NATURAL, version_of(backend)), "failed", one_line(error))]
     version = registry.version_of(backend)
     return [Candidate(backend, each, version) for each in (offered if order is None else (order,))]
 
@@ -136,7 +137,7 @@ def _unsupported_order(backend: Backend, problem: Problem, order: str, offered: 
     reason = f"computes in {' and '.join(offered)} order only"
     if order in forced_orders(backend, problem):
         reason = f"offers {order} order only if forced: add backend={backend.name!r}"
-    return ruled_out(backend, order, "unsupported", reason)
+    return ruled_out(Candidate(backend, order, version_of(backend)), "unsupported", reason)
 
 
 def row_of(each: Candidate, choice: CandidateId | None, measured: Row | None = None) -> Row:
@@ -163,4 +164,4 @@ def if_traceable(each: Candidate, problem: Problem) -> Candidate:
     """The candidate, ruled out if it cannot be traced on this problem."""
     if each.row is not None or traceable(each.backend, problem):
         return each
-    return ruled_out(each.backend, each.order, "unsupported", _UNTRACEABLE)
+    return ruled_out(each, "unsupported", _UNTRACEABLE)

@@ -37,18 +37,14 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Shared(NamedTuple):
-    """The decisions that others may use, and how many were left out, by reason."""
-
-    decisions: list[Decision]
-    left_out: dict[str, int]
-
-
-def shareable(decisions: Iterable[Decision], backends: Collection[str]) -> Shared:
+def shareable(decisions: Iterable[Decision], backends: Collection[str]) -> tuple[list[Decision], dict[str, int]]:
     """Select settled decisions that were measured here, and remove what concerns this machine alone.
 
-    No path, host or user remains: texts of errors, and the platform are removed, and rows of other
-    backends than `backends`.
+    No path, host or user remains: texts of errors, the platform, and rows of other backends than `backends` are
+    removed.
+
+    Returns:
+        The decisions, and how many were left out, by reason.
     """
     found, left_out = [], Counter[str]()
     for each in decisions:
@@ -59,7 +55,7 @@ def shareable(decisions: Iterable[Decision], backends: Collection[str]) -> Share
         provenance = {name: each.provenance[name] for name in SHARED_PROVENANCE if name in each.provenance}
         rows = tuple(_shared_row(row) for row in each.candidates if row.backend in backends and not row.origin)
         found.append(msgspec.structs.replace(each, provenance=provenance, candidates=rows))
-    return Shared(found, dict(left_out))
+    return found, dict(left_out)
 
 
 def _why_not_shared(decision: Decision, backends: Collection[str]) -> str:

@@ -263,15 +263,3 @@ def decode_checked(line: bytes, kind: type[T]) -> T:
     if sha256(found.content).hexdigest() != found.sha256:
         raise ValueError("its content does not match its checksum")
     return msgspec.json.decode(found.content, type=kind)
-
-
-def read_checked(path: Path, kind: type[T]) -> T:
-    """Read a checked file. Raises one of UNREADABLE."""
-    return decode_checked(read(path, MAX_CHECKED_BYTES), kind)
-
-
-def write_checked(base: Path, path: Path, value: msgspec.Struct) -> None:
-    """Write a checked file below `base` atomically. Raises OSError, for a link in its way too."""
-    refuse_links(base, path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, encode_checked(value))

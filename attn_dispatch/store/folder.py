@@ -106,11 +106,13 @@ class Store:
             OSError: the file cannot be written. Damaged: the decision could not be read back.
         """
         most, path = max_cache_mb() * 1e6, self.path(*decision.address)
-        encode(decision)  # before folders are created: it raises where the decision is invalid
+        content = encode(decision)  # before folders are created: it raises where the decision is invalid
         self._warn_if_shared()
         with files.locked(self.folder, path.parent):
             there = _read(path)
-            content = _merged_content(decision, there)
+            if there is not None and there != decision:
+                with suppress(Damaged):  # each rules out the other's choice: write the given one
+                    content = encode(merge(_dated(there), _dated(decision)))
             unchanged = there is not None and content == encode(there)
             if unchanged:
                 _touch(path)
@@ -185,14 +187,6 @@ def shipped(silicon: str) -> dict[str, Decision]:
 
 
 process_state.register(process_state.READ, shipped.cache_clear)
-
-
-def _merged_content(given: Decision, old: Decision | None) -> bytes:
-    """Encode the given decision, merged with the stored one if there is one."""
-    if old is not None and old != given:
-        with suppress(Damaged):  # each rules out the other's choice: write the given one
-            return encode(merge(_dated(old), _dated(given)))
-    return encode(given)
 
 
 def _dated(decision: Decision) -> Decision:

@@ -21,13 +21,7 @@ SortKey = tuple[bool, datetime, bytes]
 
 
 def merge(a: Decision, b: Decision) -> Decision:
-    """Merge two decisions for the same problem.
-
-    Raises:
-        ValueError: their addresses differ.
-    """
-    if a.address != b.address:
-        raise ValueError(f"decisions of different problems: {a.silicon} {a.key} and {b.silicon} {b.key}")
+    """Merge two decisions of one address."""
     rows = _join(_rows(a), _rows(b))
     latest = max(map(_header_key, (a, b)))
     sides = [side for side in (a, b) if _header_key(side) == latest]

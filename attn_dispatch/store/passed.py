@@ -1,15 +1,19 @@
-"""Checks passed on this machine, so that no process repeats them: by versions of backends, by other machines' choices.
+"""Files of lines: checks that this machine passed, so that none is repeated, and problems that were not measured.
 
-    <cache folder>/passed/<silicon>.txt
+    <cache folder>/passed/<silicon>.txt    a digest of all that a check depends on, such as versions
+    <cache folder>/missed.jsonl            a problem as JSON; `attn-dispatch profile --from` measures them
 
-One line per check: a digest of all that it depends on. Lines are appended; past `MOST` bytes the older half goes. A
-damaged or missing line costs a repeated check, nothing else.
+Lines are appended; past `MOST` bytes the older half goes. A damaged or missing line costs a repeated check, or one
+problem, nothing else.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from attn_dispatch import process_state
 from attn_dispatch.store import files
@@ -17,6 +21,8 @@ from attn_dispatch.store.address import fingerprint
 from attn_dispatch.store.decision import Decision
 
 MOST = 1 << 20  #: bytes of one file
+MISSED = "missed.jsonl"
+MAX_NOTED = 4096  #: problems of a process that are known to be in the file; past this some may enter it twice
 
 
 def has_passed(folder: Path, silicon: str, check: str) -> bool:
@@ -64,4 +70,17 @@ def _known(path: Path) -> set[str]:
         return set()
 
 
-process_state.register(process_state.READ, _known.cache_clear)
+def note_missed(folder: Path, problem: dict[str, Any]) -> None:
+    """Append a problem to the folder's file of missed problems, as a rule once in a process."""
+    _append(folder, msgspec.json.encode(problem) + b"\n")
+
+
+@lru_cache(MAX_NOTED)
+def _append(folder: Path, line: bytes) -> None:
+    try:
+        files.append_bounded(folder, folder / MISSED, line, MOST)
+    except OSError as error:
+        files.say_unwritten("misses are not recorded", folder, error)
+
+
+process_state.register(process_state.READ, _known.cache_clear, _append.cache_clear)

@@ -208,7 +208,7 @@ class Quarantine:
 
     def _read(self, path: Path) -> Entry:
         """The entry in a file. Raises one of `files.UNREADABLE`."""
-        entry = files.read_checked(path, Entry)
+        entry = files.decode_checked(files.read(path, files.MAX_CHECKED_BYTES), Entry)
         if entry.silicon != self.silicon or path != self._path(entry):
             raise ValueError("its content does not match its name")
         if (entry.until is None) == (entry.kind in STRIKES):
@@ -222,7 +222,9 @@ class Quarantine:
         if self._place in _known:  # else it is about to be read
             _known[self._place][entry.key] = entry
         try:
-            files.write_checked(self.folder, self._path(entry), entry)
+            files.refuse_links(self.folder, self._place)
+            self._place.mkdir(parents=True, exist_ok=True)
+            files.write(self._path(entry), files.encode_checked(entry))
         except OSError as error:
             files.say_unwritten("quarantines last for this process only", self._place, error)
             _unsaved[self._place][entry.key] = entry
@@ -377,9 +379,8 @@ def _create(folder: Path, marker: CrashMarker) -> None:
     handle = os.open(marker.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     _own_markers[marker.path] = handle
     with suppress(OSError):  # a file system without locks
-        fcntl.flock(
-            handle, fcntl.LOCK_EX | fcntl.LOCK_NB
-        )  # before writing: other processes leave an empty marker alone
+        # Before writing: other processes leave an empty marker alone.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.pwrite(handle, marker.content, 0)
 
 

@@ -35,7 +35,8 @@ from attn_dispatch.testing.drawn import random_problems
 from attn_dispatch.text import gib, one_line, titled
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.hard_cases import CaseSpec, HardCase, MemorySnapshot, case_of, class_key
+from attn_dispatch.tuning.gate import HardCase, case_of
+from attn_dispatch.tuning.hard_cases import CaseSpec, class_key
 from attn_dispatch.tuning.oracle import Oracle, expected_of, further_checks
 
 RANDOM = 40  #: random problems beside the fixed ones
@@ -206,11 +207,7 @@ class _OrderCheck:
 
     def results(self) -> list[str]:
         """Failures of the problem itself, in memory full of NaN, as a hard case is run."""
-        example = self.oracle.example
-        tensors = {"q": example.q, "k": example.k, "v": example.v, "the gradient": self.oracle.grad, **example.masks}
-        snapshots = tuple(MemorySnapshot.of(name, x) for name, x in tensors.items() if x is not None)
-        case = HardCase("a call", self.problem, self.oracle, snapshots)
-        self.found = case.run(self.backend, self.order)
+        self.found = HardCase.of("a call", self.oracle).run(self.backend, self.order)
         return list(self.oracle.check(self.found).failures)
 
     def memory(self, declared: int) -> list[str]:

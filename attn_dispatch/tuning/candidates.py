@@ -29,7 +29,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import current_flash
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.decision import CandidateId, Decision, Row
-from attn_dispatch.store.quarantine import Entry, Kind, Quarantine, crash_marker, until
+from attn_dispatch.store.quarantine import STRIKES, Entry, Kind, Quarantine, crash_marker, until
 from attn_dispatch.text import gib, one_line, printable, titled
 from attn_dispatch.tuning import guard
 
@@ -160,24 +160,25 @@ class Request:
     def candidates_of(self, backend: Backend, free: int | None) -> list[Candidate]:
         """One candidate per order; a single one, in natural order, of a backend that refuses."""
         problem, version = self.problem, version_of(backend)
+        plain = Candidate(backend, NATURAL, version)
         if backend.name in _stalled:
-            return [_failed(backend, version, _stalled[backend.name])]
+            return [ruled_out(plain, "failed", _stalled[backend.name])]
         excluded = self._why_excluded(backend, version)
         if excluded.startswith("hung"):  # it is not even asked
-            return [_with_reason(Candidate(backend, NATURAL, version), "quarantined", excluded)]
+            return [ruled_out(plain, "quarantined", excluded)]
         try:
             why, workspace, orders = _asked(backend, partial(self._answers, backend))
         except guard.TimedOut as error:
             reason = _stalled[backend.name] = f"refusals, workspace_bytes or orders: {one_line(error)}"
             if mode() != "off":
                 _exclude(self.silicon, backend.name, version, "hung", reason, str(problem))
-            return [_failed(backend, version, reason)]
+            return [ruled_out(plain, "failed", reason)]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may fail in any way, and must not fail the call
-            return [_failed(backend, version, f"refusals, workspace_bytes or orders: {one_line(error)}")]
+            return [ruled_out(plain, "failed", f"refusals, workspace_bytes or orders: {one_line(error)}")]
         if why is not None:
-            return [_with_reason(Candidate(backend, NATURAL, version), *why)]
+            return [ruled_out(plain, *why)]
         if excluded:
-            return [_with_reason(Candidate(backend, order, version), "quarantined", excluded) for order in orders]
+            return [ruled_out(Candidate(backend, order, version), "quarantined", excluded) for order in orders]
         needed = workspace + problem.result_bytes
         if free is None:
             free = available_bytes(problem.device) if needed > UNCHECKED_BYTES else sys.maxsize
@@ -225,19 +226,15 @@ def version_of(backend: Backend) -> str | None:
     return None
 
 
-def _failed(backend: Backend, version: str | None, reason: str) -> Candidate:
-    return _with_reason(Candidate(backend, NATURAL, version), "failed", reason)
-
-
 def _exclude(at: str, name: str, version: str | None, kind: Kind, why: str, title: str, scope: str = "") -> None:
     entry = Entry(backend=name, version=version, silicon=at, kind=kind, scope=scope, reason=why, title=title)
     Quarantine(cache_folder(), at).add(entry)
 
 
-def quarantine(candidate: Candidate, problem: Problem, address: Address, kind: Kind, why: str, scope: str = "") -> None:
-    """Exclude the candidate's version, for a group's problems or all; never that of the last resort."""
+def quarantine(candidate: Candidate, problem: Problem, address: Address, kind: Kind, why: str) -> None:
+    """Exclude the candidate's version, for the group alone if its fault is proven; never the last resort's."""
     if candidate.name != registry.LAST_RESORT:
-        title = candidate.problem_title(problem)
+        title, scope = candidate.problem_title(problem), "" if kind in STRIKES else address.group
         _exclude(address.silicon, candidate.name, candidate.version, kind, why, title, scope)
 
 
@@ -286,12 +283,8 @@ def _guarded_import(point: EntryPoint, load: registry.Import) -> object:
 registry.guard_imports(_guarded_import)
 
 
-def ruled_out(backend: Backend, order: str, status: str, reason: str) -> Candidate:
-    """A candidate that cannot run, with its status and reason."""
-    return _with_reason(Candidate(backend, order, version_of(backend)), status, reason)
-
-
-def _with_reason(each: Candidate, status: str, reason: str) -> Candidate:
+def ruled_out(each: Candidate, status: str, reason: str) -> Candidate:
+    """The candidate, which cannot run, with its status and reason."""
     row = Row(backend=each.name, order=each.order, status=status, reason=printable(reason), version=each.version)
     return Candidate(each.backend, each.order, each.version, row)
 
@@ -301,7 +294,7 @@ def _checked_memory(each: Candidate, needed: int, free: int) -> Candidate:
     if each.row is not None or needed <= max(UNCHECKED_BYTES, MEMORY_SHARE * free):
         return each
     reason = f"needs {gib(needed)}, over {MEMORY_SHARE:.0%} of the {gib(free)} that are free"
-    return _with_reason(each, "over_memory", reason)
+    return ruled_out(each, "over_memory", reason)
 
 
 def status_and_reason(refusals: Sequence[Refusal]) -> tuple[str, str]:
@@ -328,12 +321,18 @@ def to_measure(
     able = {candidate.id: candidate for candidate in found if candidate.row is None}
     names = set(able)
     if prior is not None and changed is not None:
-        names &= {*changed, prior.chosen, *_best_unchanged(prior, able.keys() - set(changed))}
+        unchanged, choice = able.keys() - set(changed), prior.chosen
+        timed = [row for row in prior.candidates if row.id in unchanged and row.median_ms is not None]
+        # The fastest of them is measured again, so that ratios to it are paired.
+        best = sorted(timed, key=lambda row: (row.id != choice, row.median_ms))[:1]
+        names &= {*changed, choice, *(row.id for row in best)}
     measurable = [able[name] for name in able if name in names]
     leading = next((each for each in measurable if each.id == first), None) or static_choice(measurable)
     rest = sorted((each for each in measurable if each is not leading), key=lambda each: _effort(each, problem))
-    if prior is None and first is None and leading is not None and _has_far_less_work(rest, leading, problem):
-        leading, rest = rest[0], [leading, *rest[1:]]
+    if prior is None and first is None and leading is not None and rest:
+        least, whole = flops(rest[0], problem), flops(leading, problem)
+        if least and whole and least * LESS_WORK_FACTOR <= whole:
+            leading, rest = rest[0], [leading, *rest[1:]]
     return rest if leading is None else [leading, *rest]
 
 
@@ -341,19 +340,6 @@ def _effort(candidate: Candidate, problem: Problem) -> tuple[int, int, float]:
     """Octaves of declared work, then declared memory, then work itself; 0 where the work is unknown."""
     declared = flops(candidate, problem) or 0.0
     return round(math.log2(declared)) if declared >= 1 else 0, candidate.workspace_bytes, declared
-
-
-def _has_far_less_work(rest: list[Candidate], first: Candidate, problem: Problem) -> bool:
-    """Whether the least work of the others is at most 1 / `LESS_WORK_FACTOR` of the first one's."""
-    least, whole = (flops(rest[0], problem) if rest else None), flops(first, problem)
-    return bool(least and whole and least * LESS_WORK_FACTOR <= whole)
-
-
-def _best_unchanged(prior: Decision, names: Collection[CandidateId]) -> list[CandidateId]:
-    """The fastest unchanged candidate, measured again so that ratios to it are paired."""
-    timed = [row for row in prior.candidates if row.id in names and row.median_ms is not None]
-    best = min(timed, key=lambda row: (row.id != prior.chosen, row.median_ms), default=None)
-    return [] if best is None else [best.id]
 
 
 def work(candidate: Candidate, problem: Problem) -> float:

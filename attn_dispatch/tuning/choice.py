@@ -148,8 +148,9 @@ class _Comparison:
     def _proven(self) -> str:
         eligible = self.eligible()
         unbeaten = [name for name in eligible if not any(self._beats(rival, name) for rival in eligible)]
-        # "Surely faster" need not be transitive: where all are beaten by another, the median decides.
-        return min(unbeaten, key=self._preference, default=min(eligible, key=lambda name: self._costs[name].median_ms))
+        if not unbeaten:  # "surely faster" need not be transitive
+            return min(eligible, key=lambda name: self._costs[name].median_ms)
+        return min(unbeaten, key=lambda name: (self._entrants[name].workspace_bytes, self._entrants[name].rank))
 
     def outcome(self, name: str, chosen: str) -> Outcome:
         timing, best = self._entrants[name].timing, self._entrants[chosen].timing
@@ -184,9 +185,6 @@ class _Comparison:
 
     def _beats(self, name: str, rival: str) -> bool:
         return name != rival and faster_at_last_look(self._costs[name], self._costs[rival], MARGIN)
-
-    def _preference(self, name: str) -> tuple[int, int]:
-        return self._entrants[name].workspace_bytes, self._entrants[name].rank
 
     def _reason(self, name: str, chosen: str, status: str) -> str:
         if status == "chosen" and chosen not in self.eligible():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,7 +100,11 @@ def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example
     generator = torch.Generator().manual_seed(seed)
     on_cuda = on_device and problem.device.type == "cuda"
     values = torch.Generator(problem.device).manual_seed(seed) if on_cuda else generator
-    q, k, v, *grads = _drawn(problem, values)
+    q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
+    kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
+    shapes = (q_shape, kv_shape, kv_shape, *([q_shape] if problem.needs_grad else []))
+    kinds = (*problem.strides, "bnhd")
+    q, k, v, *grads = (randn(*each, problem.dtype, problem.device, values) for each in zip(shapes, kinds))
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
     masks = {}
@@ -137,12 +141,3 @@ def score_tensors(
         slopes = torch.rand([problem.batch, problem.heads][-problem.alibi_axes :], generator=generator)
         found["alibi_slopes"] = slopes.to(problem.device)
     return found
-
-
-def _drawn(problem: Problem, generator: torch.Generator) -> Iterator[Tensor]:
-    """q, k, v and, where the problem needs gradients, that of out."""
-    q_shape = (problem.batch, problem.q_len, problem.heads, problem.head_dim)
-    kv_shape = (problem.batch, problem.k_len, problem.kv_heads, problem.head_dim)
-    shapes = (q_shape, kv_shape, kv_shape, *([q_shape] if problem.needs_grad else []))
-    for shape, kind in zip(shapes, (*problem.strides, "bnhd")):
-        yield randn(shape, kind, problem.dtype, problem.device, generator)

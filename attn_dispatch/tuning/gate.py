@@ -1,5 +1,5 @@
 """The gate: admits a candidate to the race after a guarded, checked run of the problem itself, and to the choice after
-the hard cases.
+the hard cases, with their expected results.
 
 A version passes the hard cases of a class of problems once on a machine. They run last, for the candidate that is about
 to be chosen. Every failure becomes data: a status, a reason and, where the version must not run again, a quarantine.
@@ -7,38 +7,42 @@ to be chosen. Every failure becomes data: a status, a reason and, where the vers
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_terms, traces
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
 from attn_dispatch.settings import cache_folder, timeout_s
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.files import digest
 from attn_dispatch.store.quarantine import Kind, crash_marker
 from attn_dispatch.text import one_line
-from attn_dispatch.tuning import candidates, guard
-from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, work
+from attn_dispatch.tuning import guard
+from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, quarantine, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.guard import NoReference, reference
-from attn_dispatch.tuning.hard_cases import HardCase, case_of, class_key
-from attn_dispatch.tuning.oracle import PAIRS, FurtherCheck, Oracle, further_checks
+from attn_dispatch.tuning.hard_cases import CaseSpec, class_key, example_of, nan_memory
+from attn_dispatch.tuning.oracle import PAIRS, CheckResult, FurtherCheck, Oracle, further_checks
 from attn_dispatch.tuning.rounds import Steps
 
 T = TypeVar("T")
 Check = Callable[[], Sequence[str]]  # returns what failed
-CheckedRun = tuple[dict[str, torch.Tensor], int | None, float]
+CheckedRun = tuple[dict[str, Tensor], int | None, float]
 
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
 CASE_S = 0.01  #: seconds that a hard case is expected to take
@@ -46,11 +50,84 @@ PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `pr
 FIRST_CALL_FACTOR = 10.0  #: factor on the time that a backend declares for a first call, before it counts as hung
 _PASSED_FORMAT = "2"  # to be changed with the hard cases, so that every version must pass the new ones
 LOADING_MS = {"cuda": 2000.0, "cpu": 5.0}  #: milliseconds of a first call that may be one-time work, by device
+CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
 # Hard cases passed in this process: (backend, order, version, class of problems).
 _passed: set[tuple[str, str, str | None, object]] = set()
 process_state.register(process_state.FACTS, _passed.clear)
+
+
+@dataclass(frozen=True, slots=True)
+class HardCase:
+    """A problem with its tensors and expected results, run in memory full of NaN.
+
+    `memory` has each tensor's whole storage, including what lies around a view, and a copy of that.
+    """
+
+    name: str
+    oracle: Oracle
+    memory: dict[str, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, name: str, oracle: Oracle) -> HardCase:
+        example = oracle.example
+        tensors = {"q": example.q, "k": example.k, "v": example.v, "the gradient": oracle.grad, **example.masks}
+        storages = {key: x.untyped_storage() for key, x in tensors.items() if x is not None}
+        memory = {key: torch.empty(0, dtype=torch.uint8, device=x.device).set_(x) for key, x in storages.items()}
+        return cls(name, oracle, {key: (x, x.clone()) for key, x in memory.items()})
+
+    @property
+    def problem(self) -> Problem:
+        return self.oracle.example.problem
+
+    def refused_by(self, backend: Backend, order: str = NATURAL) -> bool:
+        """Whether the backend refuses this problem in this order, so that the case does not apply to it."""
+        if refuse_score_terms(backend, self.problem) or backend.refusals(self.problem):
+            return True
+        return order != NATURAL and order not in forced_orders(backend, self.problem)
+
+    def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
+        """Run the backend in memory full of NaN; its tensors by name. The backend's exceptions propagate.
+
+        A backend of torch.compile is traced without NaN in new tensors; it gets NaN from freed memory only.
+
+        Raises:
+            RuntimeError: the backend wrote into its inputs, or to memory beside them.
+        """
+        try:
+            with nan_memory(self.problem, in_torch=not traces(backend)):
+                found = self.oracle.run(backend, order)
+        finally:
+            # The next backend gets the same tensors, and must get them unchanged.
+            changed = [name for name, (memory, copy) in self.memory.items() if not torch.equal(memory, copy)]
+            for name in changed:
+                self.memory[name][0].copy_(self.memory[name][1])
+        if changed:
+            raise RuntimeError(f"{self.name}: wrote into {', '.join(changed)}, or to memory beside")
+        return found
+
+    def check(self, found: dict[str, Tensor]) -> CheckResult:
+        """Compare the tensors that `run` returned; each failure starts with the case's name."""
+        result = self.oracle.check(found)
+        return replace(result, failures=tuple(f"{self.name}: {failure}" for failure in result.failures))
+
+
+@lru_cache(CACHED_CASES)
+@reference()
+def case_of(spec: CaseSpec) -> HardCase:
+    """The hard case of a recipe, evaluated once. Raises NoReference."""
+    example, problem = example_of(spec), spec.problem
+    oracle = Oracle.of(example)
+    if oracle.grad is not None and len(oracle.rows) * len(oracle.heads) == problem.q_len * problem.heads:
+        oracle = replace(oracle, grad=example.grad)  # the same values in the unusual memory order
+    if problem.q_len == problem.k_len:
+        lengths = "one token" if problem.q_len == 1 else f"{problem.q_len} tokens"
+    else:
+        lengths = "one query" if problem.q_len == 1 else f"{problem.q_len} queries, {problem.k_len} keys"
+    empty = bool((oracle.expected["lse"].value == -math.inf).any())
+    name = ", ".join(filter(None, [lengths, spec.hazard, "rows without keys" if empty else ""]))
+    return HardCase.of(name, oracle)
 
 
 @dataclass
@@ -82,11 +159,8 @@ class Gate:
     def builds_ms(self, candidate: Candidate) -> float:
         """Milliseconds the backend declares to build for this problem alone, and for the hard cases due."""
         here_ms = 0.0 if candidate.backend.shares_builds else first_call_ms(candidate, self.problem)
-        if not here_ms or self.has_passed(candidate):
-            return here_ms
-        return here_ms + sum(
-            first_call_ms(candidate, each.problem) for each in class_key(self.problem)[:COMPILED_CASES]
-        )
+        due = class_key(self.problem)[:COMPILED_CASES] if here_ms and not self.has_passed(candidate) else ()
+        return here_ms + sum(first_call_ms(candidate, each.problem) for each in due)
 
     def prepare(self, candidate: Candidate) -> Rejected | None:
         """Run a backend's `prepare`, if it has one, once per machine; the rejection if that fails, else None."""
@@ -99,7 +173,7 @@ class Gate:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text, hung = one_line(error), isinstance(error, guard.TimedOut)
             if hung:
-                self._quarantine(candidate, "hung", f"preparing: {text}")
+                quarantine(candidate, self.problem, self.address, "hung", f"preparing: {text}")
             return Rejected("failed", text, quarantined=hung and candidate.name != registry.LAST_RESORT)
         return None
 
@@ -158,7 +232,7 @@ class Gate:
             text = one_line(error)
             kind = self._kind_of(error, candidate.needed_bytes, free_before)
             if kind is not None and (again or kind != "memory"):
-                self._quarantine(candidate, kind, text, self.address.group if kind == "memory" else "")
+                quarantine(candidate, self.problem, self.address, kind, text)
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
             self._restored_after(candidate)
@@ -185,7 +259,7 @@ class Gate:
             return replace(found, first_ms=first_ms, peak_bytes=peak, error=error)
         excess = guard.memory_excess(peak, needed, self.problem.device.type)
         if excess is not None:
-            self._quarantine(candidate, "memory", excess, self.address.group)
+            quarantine(candidate, self.problem, self.address, "memory", excess)
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)
 
@@ -227,10 +301,8 @@ class Gate:
             with reference():
                 return Oracle.of(make(problem))
 
-        def run(calls: list[Callable[[], T]]) -> list[T]:
-            return self._guarded(calls, self._limit_s(candidate, problem))
-
         def check(failures: FurtherCheck) -> Sequence[str]:
+            run = partial(self._guarded, limit_s=self._limit_s(candidate, problem))
             return failures(oracle(), *candidate.backend_and_order, run)
 
         return [partial(check, failures) for failures in further_checks(candidate.backend)]
@@ -263,7 +335,7 @@ class Gate:
         """Quarantine a candidate whose results are wrong."""
         reason = "; ".join(failures)
         logger.warning("%s gives wrong results for %s: %s", candidate.title, self.problem, reason)
-        self._quarantine(candidate, "incorrect", reason, self.address.group)
+        quarantine(candidate, self.problem, self.address, "incorrect", reason)
         return Rejected("incorrect", reason)
 
     def _kind_of(self, error: BaseException, needed: int, free_before: int) -> Kind | None:
@@ -275,9 +347,6 @@ class Gate:
         # The declared memory was free and is so again: another program did not take it, the backend allocated more.
         is_free = needed <= min(free_before, memory.available_bytes(self.problem.device))
         return "memory" if is_free else None
-
-    def _quarantine(self, candidate: Candidate, kind: Kind, reason: str, scope: str = "") -> None:
-        candidates.quarantine(candidate, self.problem, self.address, kind, reason, scope)
 
 
 def _digest_of(key: tuple[str, str, str | None, object]) -> str:

@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from attn_dispatch import process_state
@@ -40,8 +40,7 @@ MEMORY_TEXTS = (
     "not enough memory",
     "out of memory",
     "cudaerrormemoryallocation",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
+    "_status_alloc_failed",
     "std::bad_alloc",
 )
 #: Lower-case texts by which an exception reports a limit of the machine or container on threads, processes or files.
@@ -50,14 +49,10 @@ LIMIT_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 
 
 class TimedOut(Exception):
-    """A guarded call did not return within its time limit.
-
-    ``seconds`` is the limit; ``stopped`` is False where the call still runs in an abandoned thread.
-    """
+    """A guarded call did not return in time; ``stopped`` is False where it still runs in an abandoned thread."""
 
     def __init__(self, seconds: float, stopped: bool = False) -> None:
         super().__init__(f"did not return within {seconds:g} s")
-        self.seconds = seconds
         self.stopped = stopped
 
 
@@ -228,20 +223,14 @@ def capped(device: torch.device) -> Iterator[None]:
 
     Enter this outside of `run_guarded`: an abandoned thread never leaves a block.
     """
-    with _capped_allocator(device) if device.type == "cuda" else nullcontext():
+    index = resolve(device).index if device.type == "cuda" else None
+    before = None if index is None else memory_fraction(index)
+    if index is None or before is None:
         yield
-
-
-@contextmanager
-def _capped_allocator(device: torch.device) -> Iterator[None]:
+        return
     import torch
 
     cuda: Any = torch.cuda
-    index = resolve(device).index
-    before = memory_fraction(index)
-    if before is None:
-        yield
-        return
     room = cuda.memory_allocated(index) + available_bytes(device)
     abandoned = False
     try:
@@ -281,9 +270,8 @@ def is_limit_error(error: BaseException) -> bool:
 
     Such limits are the machine's or the container's, and mostly pass: no backend is to blame.
     """
-    return any(
-        (isinstance(each, OSError) and each.errno in LIMIT_ERRORS) or _says(each, LIMIT_TEXTS) for each in _chain(error)
-    )
+    errors = _chain(error)
+    return any(getattr(each, "errno", None) in LIMIT_ERRORS or _says(each, LIMIT_TEXTS) for each in errors)
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -321,7 +309,9 @@ def device_fault(
     if isinstance(error, TimedOut):
         return None if error.stopped and _is_idle(device) else ("hung", text)
     try:
-        run_guarded(lambda: _synchronize(device), limit_s)
+        import torch
+
+        run_guarded(lambda: torch.cuda.synchronize(device), limit_s)
     except TimedOut:
         return "hung", f"the device is still at work {limit_s:g} s after: {text}"
     except RuntimeError:  # as after an illegal access: every later call in the process fails
@@ -337,9 +327,3 @@ def _is_idle(device: torch.device) -> bool:
         return all(get(device).query() for get in (torch.cuda.current_stream, torch.cuda.default_stream))
     except RuntimeError:
         return False
-
-
-def _synchronize(device: torch.device) -> None:
-    import torch
-
-    torch.cuda.synchronize(device)

@@ -17,18 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_terms, traces
 from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec.orders import NATURAL, Reordered
+from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES, randn, stride_class
 from attn_dispatch.tuning.example import Example, score_tensors
-from attn_dispatch.tuning.guard import reference
-from attn_dispatch.tuning.oracle import CheckResult, Oracle
 
-CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
 HUGE_SCORE = 1e9  #: absolute value of one of which float32 has no digits after the point
 LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, in float16, whose maximum is 65504
@@ -42,14 +38,11 @@ VIEWS = ("bnhd+gaps", "bnhd+gaps", "bhnd+gaps", "bhnd")  #: memory orders of q, 
 SCATTERED = ("bndh", "nhd+expanded:b", "bdnh", "d+expanded:bnh")
 ODD_K = (False, True, False, False)
 
-Strides = tuple[int, ...]
-
 NAN_MARGIN = 4096  #: NaN entries before and after a view; a multiple of the alignment of tensors
 SPAN = 3  #: memory of a view, in dense tensors of its shape: a kernel that mistakes the strides reads NaN, not beyond
 COPIES = 3  #: freed NaN blocks of each size
-_ATEN = torch.ops.aten
 _UNWRITTEN = {
-    getattr(_ATEN, name)
+    getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 }
 
@@ -68,57 +61,6 @@ class CaseSpec:
     all_sizes: bool = False  #: zeros, denormal numbers and outliers
     low: float = 0.0  #: by this, at most, a bias or slopes lower all scores of a row
     hidden: bool = False  #: NaN and infinity in keys that no query sees, and in padding queries
-
-
-@dataclass(frozen=True, slots=True)
-class HardCase:
-    """A small problem that is known to break kernels, with its tensors and expected results."""
-
-    name: str
-    problem: Problem
-    oracle: Oracle
-    snapshots: tuple[MemorySnapshot, ...]
-
-    def refused_by(self, backend: Backend, order: str = NATURAL) -> bool:
-        """Whether the backend refuses this problem in this order, so that the case does not apply to it."""
-        if refuse_score_terms(backend, self.problem) or backend.refusals(self.problem):
-            return True
-        return order != NATURAL and order not in forced_orders(backend, self.problem)
-
-    def run(self, backend: Backend, order: str = NATURAL) -> dict[str, Tensor]:
-        """Run the backend in memory full of NaN; its tensors by name. The backend's exceptions propagate.
-
-        A backend of torch.compile is traced without NaN in new tensors; it gets NaN from freed memory only.
-
-        Raises:
-            RuntimeError: the backend wrote into its inputs, or to memory beside them.
-        """
-        try:
-            with nan_memory(self.problem, in_torch=not traces(backend)):
-                found = self.oracle.run(backend, order)
-        finally:
-            # The next backend gets the same tensors, and must get them unchanged.
-            changed = [snapshot.name for snapshot in self.snapshots if snapshot.restore()]
-        if changed:
-            raise RuntimeError(f"{self.name}: wrote into {', '.join(changed)}, or to memory beside")
-        return found
-
-    def check(self, found: dict[str, Tensor]) -> CheckResult:
-        """Compare the tensors that `run` returned; each failure starts with the case's name."""
-        result = self.oracle.check(found)
-        return replace(result, failures=tuple(f"{self.name}: {failure}" for failure in result.failures))
-
-
-def hard_cases(problem: Problem) -> tuple[HardCase, ...]:
-    """The hard cases of a problem's class, evaluated once; empty where the sequence is sharded."""
-    return tuple(map(case_of, class_key(problem)))
-
-
-@lru_cache(CACHED_CASES)
-def case_of(spec: CaseSpec) -> HardCase:
-    """The hard case of a recipe, evaluated once. Raises NoReference."""
-    with reference():
-        return _evaluated(spec)
 
 
 @lru_cache(64)
@@ -234,7 +176,8 @@ def _whole(kind: str) -> str:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _evaluated(spec: CaseSpec) -> HardCase:
+def example_of(spec: CaseSpec) -> Example:
+    """The tensors of a recipe."""
     generator = torch.Generator().manual_seed(0)
     q_shape = (spec.problem.batch, spec.problem.q_len, spec.problem.heads, spec.problem.head_dim)
     kv_shape = (spec.problem.batch, spec.problem.k_len, spec.problem.kv_heads, spec.problem.head_dim)
@@ -254,22 +197,7 @@ def _evaluated(spec: CaseSpec) -> HardCase:
     problem = replace(spec.problem, strides=(classes[0], classes[1], classes[2]))
     if problem.needs_grad:
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-    example = Example(problem, q, k, v, grad if problem.needs_grad else None, masks)
-    oracle = Oracle.of(example)
-    if oracle.grad is not None and len(oracle.rows) * len(oracle.heads) == problem.q_len * problem.heads:
-        oracle = replace(oracle, grad=grad)  # the same values in the unusual memory order
-    tensors = {"q": q, "k": k, "v": v, "the gradient": grad, **example.masks}
-    return HardCase(_name(spec, oracle), problem, oracle, tuple(MemorySnapshot.of(*item) for item in tensors.items()))
-
-
-def _name(spec: CaseSpec, oracle: Oracle) -> str:
-    problem = spec.problem
-    if problem.q_len == problem.k_len:
-        lengths = "one token" if problem.q_len == 1 else f"{problem.q_len} tokens"
-    else:
-        lengths = "one query" if problem.q_len == 1 else f"{problem.q_len} queries, {problem.k_len} keys"
-    empty = bool((oracle.expected["lse"].value == -math.inf).any())
-    return ", ".join(filter(None, [lengths, spec.hazard, "rows without keys" if empty else ""]))
+    return Example(problem, q, k, v, grad if problem.needs_grad else None, masks)
 
 
 def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[Tensor]:
@@ -311,7 +239,7 @@ def _of_all_sizes(problem: Problem, values: list[Tensor]) -> list[Tensor]:
 
 
 def _with_hidden_nans(
-    problem: Problem, values: list[Tensor], strides: list[Strides], masks: dict[str, Tensor]
+    problem: Problem, values: list[Tensor], strides: list[tuple[int, ...]], masks: dict[str, Tensor]
 ) -> list[Tensor]:
     """Fill queries of q and keys of k and v that are hidden, in all of an expanded axis, with NaN and inf in turn."""
     hidden = Hidden.of(problem, masks)
@@ -368,27 +296,6 @@ def between_nans(values: Tensor, strides: tuple[int, ...], odd: bool = False) ->
     once = tuple(slice(size) for size in sizes)
     base.as_strided(sizes, strides, NAN_MARGIN + odd).copy_(values[once])
     return base.as_strided(values.shape, strides, NAN_MARGIN + odd)
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySnapshot:
-    """A copy of a tensor's whole storage, including the memory around the view."""
-
-    name: str
-    memory: Tensor
-    copy: Tensor
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> MemorySnapshot:
-        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        return cls(name, memory, memory.clone())
-
-    def restore(self) -> bool:
-        """Restore the storage; whether it had been changed."""
-        changed = not torch.equal(self.memory, self.copy)
-        if changed:
-            self.memory.copy_(self.copy)
-        return changed
 
 
 @contextmanager

@@ -85,12 +85,7 @@ def median_interval(samples: Sequence[float], confidence: float = ONE_LOOK) -> I
     The ends are order statistics, by inversion of the sign test: exact for any continuous distribution (Conover,
     *Practical Nonparametric Statistics*, 3rd ed., section 3.2). Too few samples (under 6 at 95 %, under 11 at
     99.9 %) give the smallest to the largest sample, which covers less.
-
-    Raises:
-        ValueError: there are no samples, or the confidence lies outside (0, 1).
     """
-    if not samples or not 0.0 < confidence < 1.0:
-        raise ValueError("median_interval needs at least one sample and a confidence between 0 and 1")
     ordered = sorted(samples)
     rank = _rank(len(ordered), confidence) or 1
     return Interval(ordered[rank - 1], ordered[-rank])

@@ -350,15 +350,11 @@ class _Sample:
     def expected(self) -> dict[str, Expected]:
         """The exact results, and what a correct one may differ by."""
         exact, rounded = (self.evaluate(dtype) for dtype in (torch.float64, self.problem.dtype))
-        bounds = self.rounding_errors(exact)
-        return {name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()}
-
-    def rounding_errors(self, exact: dict[str, Tensor]) -> dict[str, float]:
-        """Bounds of the absolute errors of each tensor that rounding alone may cause (`formula.rounding_errors`)."""
         wide = sum_dtype(self.problem.dtype)  # enough for bounds, and half the time of float64
         terms = self._terms(wide, None if self.bias is None else self.bias.to(wide))
         tensors = (self.q, self.k, self.v, self.kv_index, self.counts, self.grad, self.grad_lse)
-        return formula.rounding_errors(self.problem, *tensors, terms, exact)
+        bounds = formula.rounding_errors(self.problem, *tensors, terms, exact)
+        return {name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()}
 
 
 def _visible(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ class Race:
         if len(self.runners) == 1 and remaining_s <= 0:
             # Nothing to compare with and no budget left: the run that the gate checked is the only sample.
             ((only, (_, admitted)),) = self.runners.items()
-            self.rounds = Rounds({only: intervals.Timing((admitted.call_ms,), admitted.call_ms)}, {}, {}, 0, 0.0)
+            self.rounds = Rounds({only: intervals.Timing((admitted.call_ms,), admitted.call_ms)}, {}, {}, 0)
             return
         self._calls = {name: _Watched(call_of(each), self.differences) for name, (each, _) in self.runners.items()}
         stopwatch = self.stopwatch or stopwatch_of(self.problem.device, self.stepped)
@@ -145,11 +145,6 @@ class Race:
         first = self.incumbent if self.incumbent in timed else None
         chosen, self.outcomes = choice.choose(entrants, first, calls=expected_calls())
         return chosen
-
-    @property
-    def round_s(self) -> float:
-        """Seconds of one round of all candidates that were timed."""
-        return sum(timing.median_ms for timing in self.rounds.timings.values()) / 1e3
 
     def why_provisional(self) -> str:
         """Why the choice may be another one under better conditions; empty where it is settled."""

@@ -52,14 +52,13 @@ class Rounds:
     candidate. ``dropped``: the ratio to the fastest at which a candidate was dropped as hopeless, or for lack of time;
     ``short_of_time``: those of the latter that might be the fastest. ``retired``: candidates that stopped early because
     their comparison was settled: beaten, or not faster than the incumbent. ``rounds``: rounds that the survivors
-    finished. ``elapsed_s``: total time in seconds. ``load``: what took place beside the samples.
+    finished. ``load``: what took place beside the samples.
     """
 
     timings: dict[str, Timing]
     failures: dict[str, Exception]
     dropped: dict[str, float]
     rounds: int
-    elapsed_s: float
     short_of_time: frozenset[str] = frozenset()
     retired: frozenset[str] = frozenset()
     load: Load = NO_LOAD
@@ -161,7 +160,6 @@ def sampled_in_rounds(
         timer.failures,
         timer.dropped,
         timer.rounds,
-        clock() - start_s,
         timer.short_of_time,
         frozenset(timer.retired),
         timer.stopwatch.load,
@@ -207,7 +205,7 @@ class _RoundTimer:
 
     def run_first_calls(self, calls: Mapping[str, Call], known_ms: Mapping[str, float]) -> None:
         for name, call in calls.items():
-            with self._trying(name):
+            with ending_on_failure(name, self.failures, self.around):
                 first_ms = known_ms[name] if name in known_ms else self.stopwatch.mean_ms(call)
                 self.candidates[name] = _Timed(call, first_ms)
 
@@ -221,7 +219,7 @@ class _RoundTimer:
                 self.dropped[name] = hopeless[name]
                 continue
             yield each.first_ms / 1e3
-            with self._trying(name):
+            with ending_on_failure(name, self.failures, self.around):
                 if late and over:
                     sample_ms = self.stopwatch.mean_ms(each.call)
                 else:
@@ -235,7 +233,7 @@ class _RoundTimer:
         for name in self._hopeless(least_ms):
             each = self.candidates[name]
             if each.first_ms > 2 * each.samples_ms[0] and self.clock() < self.end_s:
-                with self._trying(name):
+                with ending_on_failure(name, self.failures, self.around):
                     least_ms[name] = min(least_ms[name], self.stopwatch.mean_ms(each.call, each.repeats))
         running = self.running().keys()
         self.dropped |= self._hopeless({name: ms for name, ms in least_ms.items() if name in running})
@@ -245,7 +243,7 @@ class _RoundTimer:
         """Drop the slowest candidates where the budget is short of rounds; none by disturbed samples."""
         least_ms = {name: each.least_ms for name, each in self.running().items()}
         fastest_ms = min(least_ms.values(), default=0.0)
-        for name in [] if self._disturbed else sorted(least_ms, key=lambda name: -least_ms[name]):
+        for name in [] if self.stopwatch.load.disturbed else sorted(least_ms, key=lambda name: -least_ms[name]):
             ratio = safe_ratio(least_ms[name], fastest_ms)
             if self._rounds_left() >= ENOUGH_ROUNDS or ratio < FAR_RATIO:
                 return
@@ -259,11 +257,11 @@ class _RoundTimer:
                     break
                 next_look = math.ceil(self.rounds * _LOOKS_GROW)
             limit_s = min((most for rounds, most in TIME_LIMITS_S.items() if self.rounds >= rounds), default=math.inf)
-            if self.clock() - start_s >= limit_s or self._round_s() > self._left_s():
+            if self.clock() - start_s >= limit_s or self._round_s() > self.end_s - self.clock():
                 break
             for name, each in self._shuffled():
                 yield each.sample_s
-                with self._trying(name):
+                with ending_on_failure(name, self.failures, self.around):
                     each.samples_ms.append(self.stopwatch.mean_ms(each.call, each.repeats))
             self.rounds += bool(self.running())
 
@@ -281,19 +279,12 @@ class _RoundTimer:
                 found[name] = Timing(samples, each.first_ms, watch.host_ms(each.call), watch.device_ms(each.call))
         return found
 
-    @property
-    def _disturbed(self) -> bool:
-        return self.stopwatch.load.disturbed
-
-    def _left_s(self) -> float:
-        return self.end_s - self.clock()
-
     def _round_s(self) -> float:
         return sum(each.sample_s for each in self.running().values())
 
     def _rounds_left(self) -> float:
         """Rounds that the budget suffices for; infinity where nothing is dropped for lack of them."""
-        return safe_ratio(self._left_s(), self._round_s()) if self.short_of_rounds else math.inf
+        return safe_ratio(self.end_s - self.clock(), self._round_s()) if self.short_of_rounds else math.inf
 
     def _shuffled(self) -> list[tuple[str, _Timed]]:
         running = list(self.running().items())
@@ -305,7 +296,8 @@ class _RoundTimer:
         costs_ms = {name: time_ms + self.extra_ms.get(name, 0.0) for name, time_ms in times_ms.items()}
         fastest_ms, found = min(costs_ms.values(), default=0.0), dict[str, float]()
         for name, cost_ms in costs_ms.items():
-            ratio, doubtful = safe_ratio(cost_ms, fastest_ms), self._disturbed or name in self.incumbents
+            ratio = safe_ratio(cost_ms, fastest_ms)
+            doubtful = self.stopwatch.load.disturbed or name in self.incumbents
             if ratio > self.hopeless * (DOUBT_FACTOR if doubtful else 1.0):
                 found[name] = ratio
         return found
@@ -336,9 +328,6 @@ class _RoundTimer:
         if remaining:
             out |= {name for name in incumbents if all(seen[rival, name] == "faster" for rival in remaining)}
         return out, any(seen[a, b] == "open" for a in remaining for b in (remaining | incumbents) - {a})
-
-    def _trying(self, name: str) -> AbstractContextManager[None]:
-        return ending_on_failure(name, self.failures, self.around)
 
 
 @contextmanager

@@ -282,13 +282,6 @@ class Trial:
         """The admitted candidate that ran first."""
         return next((candidate for candidate in self.runners if candidate.title in self.admitted), None)
 
-    def _incumbent(self) -> str | None:
-        """The title of the incumbent: the prior choice, else the static choice, among the admitted."""
-        admitted = [candidate for candidate in self.candidates if candidate.title in self.admitted]
-        decided = next((each for each in admitted if self.prior is not None and each.id == self.prior.chosen), None)
-        incumbent = decided or static_choice(admitted)
-        return None if incumbent is None else incumbent.title
-
     def _remaining_s(self) -> float:
         most_s = self.budget_s
         if self.waiting and self.admitted and self.live_s is None:
@@ -385,9 +378,11 @@ class Trial:
         return found
 
     def _race(self, example: Example, differences: Sequence[float]) -> Steps[None]:
-        if (incumbent := self._incumbent()) is None:
-            return
         admitted = [each for each in self.candidates if each.title in self.admitted]
+        decided = next((each for each in admitted if self.prior is not None and each.id == self.prior.chosen), None)
+        if (first := decided or static_choice(admitted)) is None:
+            return
+        incumbent = first.title
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}
         for title, (each, seen) in list(runners.items()):
             if seen.call_ms > self._longest_s * 1e3 and title != incumbent:  # it would delay a call of the program
@@ -410,7 +405,8 @@ class Trial:
         provisional = self.race.why_provisional() or untried
         remaining, load = self._remaining_s(), self.race.rounds.load
         earlier = 0 if self.prior is None else self.prior.attempts  # provisional ones
-        if not self.waiting and not load.disturbed and remaining > self.race.round_s:
+        round_s = sum(timing.median_ms for timing in self.race.rounds.timings.values()) / 1e3
+        if not self.waiting and not load.disturbed and remaining > round_s:
             provisional = ""  # it had more time, which would tell no more
         return self.request.decision(
             chosen.id,

@@ -14,9 +14,9 @@ from attn_dispatch.backends import manual, native
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import tables
 from attn_dispatch.kernels.native.tables import document_tables
+from attn_dispatch.recording import read_record
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.problem_files import read_record
 from tests.call.test_packing import IDS, LENGTH, PATTERNS, Three, expected, tensors
 from tests.support.calls import close
 from tests.support.ordered import stored

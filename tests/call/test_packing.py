@@ -16,11 +16,11 @@ from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend, explain,
 from attn_dispatch.backends import manual
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.kernels import registry
+from attn_dispatch.recording import read_record
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.problem_files import read_record
 from tests.support.calls import counted, forget
 from tests.support.pairwise import crossed
 

@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend, explain, profile, profiling, record, register
 from attn_dispatch.errors import InvalidInput, NotDecided
+from attn_dispatch.recording import Use, read_record
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.problem_files import Use, read_record
 from tests.support.calls import NO_NUMBERS, Plugin, close, counted, forget, formula, qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")

@@ -52,7 +52,7 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: Lines that a room may have, C++ and the report's page included. It is raised with a capability alone; whoever adds
 #: lines for anything else takes others away.
 LINES = {
-    "api": 690,
+    "api": 720,
     "backends": 2350,
     "base": 305,
     "calls": 1080,
@@ -179,7 +179,7 @@ def allowed(importer: str, imported: str) -> bool:
 def test_the_files_are_found() -> None:
     assert {"store.folder", "backends.sdpa", "cli", "ring.rows.layout", "__init__"} <= MODULES.keys()
     own = {"decisions.call", "errors", "kernels.autograd", "log", "settings"}
-    own |= {"kernels.device_cache", "process_state", "spec.problem", "text"}
+    own |= {"kernels.device_cache", "process_state", "spec.problem", "store.decision", "text"}
     assert imports(MODULES["recording"]) == own
 
 

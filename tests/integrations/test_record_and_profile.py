@@ -12,7 +12,7 @@ import torch
 
 from attn_dispatch import NotDecided, counters, record
 from attn_dispatch.cli import main
-from attn_dispatch.store.problem_files import read_record
+from attn_dispatch.recording import read_record
 from tests.support.calls import forget
 from tests.support.small_transformers import decoder
 

@@ -21,8 +21,8 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.candidates import Request
-from attn_dispatch.tuning.gate import COMPILED_CASES, Gate
-from attn_dispatch.tuning.hard_cases import HardCase, hard_cases
+from attn_dispatch.tuning.gate import COMPILED_CASES, Gate, HardCase, case_of
+from attn_dispatch.tuning.hard_cases import class_key
 from tests.kernels.test_limits import installed
 from tests.support import libraries
 from tests.support.flaws import FILLED
@@ -126,7 +126,7 @@ def test_new_memory_is_nan_unless_torch_compiles(shares: bool, filled: bool, mon
 
     backend = adapted(SimpleNamespace(first_call_ms=lambda problem: 0.0, shares_builds=shares, run=run))
     with pytest.raises(InterruptedError):
-        hard_cases(replace(problem_of(device="cpu"), dtype=torch.float32))[0].run(backend)
+        case_of(class_key(replace(problem_of(device="cpu"), dtype=torch.float32))[0]).run(backend)
     assert seen == [filled]
 
 
@@ -149,5 +149,5 @@ def test_kernels_that_serve_others_run_all_hard_cases(shares: bool, most: int, m
     problem = replace(problem_of(device="cpu"), dtype=torch.float32)
     candidate: Any = SimpleNamespace(backend=backend, backend_and_order=(backend, NATURAL))
     gate = Gate(problem, Request.of(problem).address, None)
-    assert [check() for check in gate._case_checks(candidate, hard_cases(problem), brief=False)]
+    assert [check() for check in gate._case_checks(candidate, [*map(case_of, class_key(problem))], brief=False)]
     assert len(ran) == most

@@ -42,7 +42,7 @@ def test_every_file_can_be_shipped(path: Path) -> None:
     for each in found:
         assert isinstance(each, Decision), each
         assert each.silicon == path.stem
-        assert shareable([each], BACKENDS).decisions == [each]
+        assert shareable([each], BACKENDS)[0] == [each]
         problem = Problem.from_dict(each.problem, "cpu").to_dict() | {"device": each.problem["device"]}
         assert Address.of(problem, each.silicon) == each.address
 

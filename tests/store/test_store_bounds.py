@@ -15,11 +15,10 @@ import pytest
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.process_state import READ, forget
-from attn_dispatch.store import files, problem_files
+from attn_dispatch.store import files, passed
 from attn_dispatch.store.decision import Row, encode
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.passed import has_passed, is_confirmed, note_confirmed, note_passed
-from attn_dispatch.store.problem_files import note_missed
+from attn_dispatch.store.passed import has_passed, is_confirmed, note_confirmed, note_missed, note_passed
 from tests.support.entries import GROUP, KEY, OTHER, chosen, decision, files_in
 from tests.support.fakes import SILICON
 
@@ -143,7 +142,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Call
     assert list(Store(tmp_path).all()) == []
     (text,) = warnings()
     assert "not a plain file" in text
-    os.mkfifo(tmp_path / problem_files.MISSED)
+    os.mkfifo(tmp_path / passed.MISSED)
     note_missed(tmp_path, {"batch": 1})
     assert len(warnings()) == 2
 
@@ -154,7 +153,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Call
 def test_a_missed_problem_is_recorded_once_per_process(tmp_path: Path) -> None:
     for batch in (1, 2, 1):
         note_missed(tmp_path, {"batch": batch})
-    assert (tmp_path / problem_files.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
+    assert (tmp_path / passed.MISSED).read_text() == '{"batch":1}\n{"batch":2}\n'
 
 
 def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable[[], list[str]]) -> None:
@@ -166,10 +165,10 @@ def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable
 
 
 def test_the_older_half_of_the_misses_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / problem_files.MISSED
+    path = tmp_path / passed.MISSED
     for number in range(1100):
         note_missed(tmp_path, {"number": number, "text": "x" * 1000})
-        assert path.stat().st_size <= problem_files.MOST
+        assert path.stat().st_size <= passed.MOST
     numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()]
     assert numbers == list(range(numbers[0], 1100))
     assert 0 < numbers[0] < 600

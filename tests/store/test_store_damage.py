@@ -123,8 +123,8 @@ def test_another_spelling_of_the_same_content() -> None:
 def test_an_unreadable_decision_is_not_written(tmp_path: Path, value: float, warnings: Callable[[], list[str]]) -> None:
     row = replace(decision().candidates[0], error=value)
     given = (
-        (decision(candidates=(row,)), "it holds a number that is not finite"),
-        (decision(elapsed_ms=value), "it holds a number that is not finite"),
+        (decision(candidates=(row,)), "Out of range float values are not JSON compliant"),
+        (decision(elapsed_ms=value), "Out of range float values are not JSON compliant"),
         (decision(choice="manual"), "its choice is not its one chosen row"),
         (decision(environment="x" * (1 << 24)), "bytes, over"),
     )

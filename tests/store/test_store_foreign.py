@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from attn_dispatch.cli import main
-from attn_dispatch.store import files, problem_files
+from attn_dispatch.store import files, passed
 from attn_dispatch.store.decision import encode
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.problem_files import note_missed
+from attn_dispatch.store.passed import note_missed
 from attn_dispatch.store.quarantine import FOLDER, Quarantine, crash_marker
 from tests.support.entries import GROUP, KEY, OTHER, decision
 from tests.support.fakes import SILICON
@@ -109,7 +109,7 @@ def test_a_link_in_place_of_a_file_is_replaced_or_refused(
     if exists:
         plant(target, encode(decision()))
     before = target.read_bytes() if exists else None
-    for path in (Store(cache).path(SILICON, GROUP, KEY), cache / problem_files.MISSED, cache / files.LOCK):
+    for path in (Store(cache).path(SILICON, GROUP, KEY), cache / passed.MISSED, cache / files.LOCK):
         link(path, target)
     link(Store(cache).path(SILICON, GROUP, KEY).parent / files.LOCK, target)
     Store(cache).get(SILICON, GROUP, KEY)  # notes its use

@@ -62,7 +62,7 @@ def test_a_race_keeps_its_incumbent_among_close_candidates(incumbent: str) -> No
     runners: Any = {name: (candidate, Admitted(1.0, 1.0, None, 0.0)) for name in timings}
     problem = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
     race = Race(Request.of(problem), runners, incumbent)
-    race.rounds = Rounds(timings, {}, {}, ROUNDS, 0.0)
+    race.rounds = Rounds(timings, {}, {}, ROUNDS)
     assert race.choose() == incumbent
 
 

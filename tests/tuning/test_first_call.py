@@ -312,5 +312,5 @@ def test_a_slow_first_call_is_shown(alone: Alone) -> None:
 def test_one_time_work_of_short_calls_settles_nothing(call_ms: float, ratio: float, is_open: bool) -> None:
     called: Any = (None, Admitted(call_ms, call_ms, None, 0.0))
     race = Race(Request.of(PROBLEM), {"a": called, "b": called}, "a")
-    race.rounds = Rounds({}, {}, {"b": ratio, "wrong": 1.2}, 1, 0.0)
+    race.rounds = Rounds({}, {}, {"b": ratio, "wrong": 1.2}, 1)
     assert race.why_provisional() == ("too few rounds to compare it with b" if is_open else "")

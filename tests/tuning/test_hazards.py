@@ -20,7 +20,8 @@ from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import DTYPES, Case
-from attn_dispatch.tuning.hard_cases import EVEN, NAN_MARGIN, class_key, fitted, hard_cases
+from attn_dispatch.tuning.gate import HardCase, case_of
+from attn_dispatch.tuning.hard_cases import EVEN, NAN_MARGIN, class_key, fitted
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_hidden import with_hidden
 from tests.support.fixtures import INTERPRETED
@@ -54,6 +55,10 @@ def one_thread() -> Iterator[None]:
 
 def asked(name: str, dtype: torch.dtype = torch.float32, *, needs_grad: bool = True) -> Problem:
     return CLASSES[name].problem(dtype, needs_grad=needs_grad)
+
+
+def hard_cases(problem: Problem) -> list[HardCase]:
+    return [case_of(spec) for spec in class_key(problem)]
 
 
 def failures(backend: Any, problem: Problem) -> list[str]:
@@ -232,7 +237,7 @@ def test_one_class_has_one_set_of_cases() -> None:
 
 
 def test_a_sharded_sequence_has_none() -> None:
-    assert hard_cases(replace(asked("dense"), ranks=2)) == ()
+    assert hard_cases(replace(asked("dense"), ranks=2)) == []
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -163,9 +163,8 @@ def test_interrupts_propagate_with_the_collector_back_on(error: BaseException) -
 @pytest.mark.parametrize("budget_s", [0.05, 0.2, 1.0])
 def test_budget_is_respected(budget_s: float) -> None:
     machine = Machine(0.03)
-    turns = machine.race({"a": 4.0, "b": 4.0, "c": 4.0}, budget_s=budget_s, resolution=0.0)
-    assert 0.5 * budget_s < turns.elapsed_s <= 1.03 * budget_s
-    assert turns.elapsed_s == pytest.approx(machine.now_s)
+    machine.race({"a": 4.0, "b": 4.0, "c": 4.0}, budget_s=budget_s, resolution=0.0)
+    assert 0.5 * budget_s < machine.now_s <= 1.03 * budget_s
 
 
 @pytest.mark.parametrize(

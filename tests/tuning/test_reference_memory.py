@@ -17,7 +17,7 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import choice, example, gate, hard_cases, oracle, race, tuner
+from attn_dispatch.tuning import choice, example, gate, oracle, race, tuner
 from attn_dispatch.tuning.candidates import Request, static_choice
 from tests.support.calls import close, formula, qkv
 from tests.support.pairwise import crossed
@@ -32,9 +32,9 @@ ERRORS = {
     "files": OSError(24, "Too many open files"),
 }
 PLACES = {
-    "example": (example, "_drawn", 1),
+    "example": (example, "randn", 1),
     "reference": (oracle._Sample, "evaluate", 1),
-    "tolerance": (oracle._Sample, "rounding_errors", 1),
+    "tolerance": (oracle._Sample, "_terms", 3),
     "hard cases": (gate, "case_of", 1),
     "comparison": (oracle, "_error", 12),
     "another call": (oracle._Sample, "of", 2),
@@ -65,7 +65,7 @@ def test_a_call_runs_without_memory_for_a_trial(
     place: str, error: str, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     where, name, first = PLACES[place]
-    hard_cases.case_of.cache_clear()
+    gate.case_of.cache_clear()
     gate._passed.clear()
     calls = fail_from(monkeypatch, where, name, first, ERRORS[error])
     q, k, v = qkv(32)

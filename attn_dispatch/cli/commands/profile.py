@@ -183,7 +183,7 @@ def _recorded(args: argparse.Namespace) -> list[Problem]:
     """The recorded problems; `args.weights` then has the time that each took."""
     from attn_dispatch.machine.devices import resolve
     from attn_dispatch.profiling import weights_of_uses
-    from attn_dispatch.store.problem_files import read_record
+    from attn_dispatch.recording import read_record
 
     try:
         uses = read_record(args.record, None if args.device is None else resolve(args.device))

@@ -83,7 +83,7 @@ def _share(folder: Path, device: torch.device) -> None:
     """Write the decisions up to now: a run may be ended at any time."""
     where = silicon(device)
     decisions = [decision for _, decision in Store(cache_folder()).all() if decision.silicon == where]
-    shared = shareable(decisions, (*registry.BUILT_IN, registry.LAST_RESORT)).decisions
+    shared, _ = shareable(decisions, (*registry.BUILT_IN, registry.LAST_RESORT))
     (folder / f"{where}.json").write_bytes(write_bundle(shared))
 
 
