@@ -82,7 +82,7 @@ def attend(
             measured; of several candidates the best measured one is taken, else the static choice.
         mesh: 1-D DeviceMesh, process group or `Sharded` over whose ranks the sequence is sharded; q, k, v and key_mask
             are then this rank's shard, seq_lens are lengths of the whole sequence, and `order` is a way of exchanging
-            rows: "local", "ring" or "gather".
+            rows: "local", "ring", "gather" or "ulysses".
         return_lse: also return lse.
         documents: [batch, len] int32 or int64: tokens with equal ids, which stand together, are one document. Each is
             computed as by a call of its own: positions and lengths are the document's.

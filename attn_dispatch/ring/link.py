@@ -140,7 +140,7 @@ class Link:
             raise error
         if not all(no_error):
             failed = ", ".join(str(rank) for rank, each in enumerate(no_error) if not each)
-            raise BackendFailed(f"rank {failed} of the mesh failed in this call, and gradients need every rank")
+            raise BackendFailed(f"rank {failed} of the mesh failed in this call, which needs every rank")
 
     def barrier(self) -> None:
         """Wait until every rank has called this. Raises as `all_gather`."""

@@ -12,12 +12,13 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.autograd import differentiable
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.numerics import with_positive_scale
+from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.link import Link, gathered
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import tokens_of, traffic_of
-from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING
+from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.text import one_line
@@ -69,13 +70,14 @@ class ShardedProblem:
         if problem.dropout_p:
             return dict.fromkeys(EXCHANGES, f"has no dropout, asked for {problem.dropout_p:g}")
         found = {LOCAL: self.sees_others(self.link.rank), RING: "", GATHER: ""}
+        found[ULYSSES] = ulysses.refusal(problem, self.layout.ranks)
         try:
             steps_of(problem, self.layout, self.link.rank, RING)
         except LookupError as error:
             found = dict.fromkeys(found, str(error))
         if problem.device.type not in self.link.devices:
             text = f"the process group cannot send {problem.device.type} tensors"
-            found |= dict.fromkeys((RING, GATHER), text)
+            found |= dict.fromkeys((RING, GATHER, ULYSSES), text)
         return found
 
     def sees_others(self, rank: int) -> str:
@@ -108,6 +110,20 @@ class ShardedProblem:
         mask = key_mask
         if mask is not None:
             mask = gathered(mask.to(torch.uint8), self.link, self.layout.chunks, 1, sums=False).bool()
+        if exchange != ULYSSES:
+            return self._run(exchange, q, k, v, seq_lens, mask)
+        problem, how = self.problem, (self.link.transport, self.layout)
+        alone = ShardedProblem(ulysses.share_of(problem, self.layout.ranks), Layout((problem.q_len,)), self.link)
+        q, k, v = ulysses.all_to_all(*how, True, q, k, v)
+        out, lse = alone._run(exchange, q, k, v, seq_lens, mask)
+        results = (out, lse.transpose(1, 2)) if problem.return_lse else (out,)
+        out, *others = ulysses.all_to_all(*how, False, *results)
+        return out, others[0].transpose(1, 2) if others else None
+
+    def _run(
+        self, exchange: str, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, with the mask of all tokens; of all tokens and no exchange where the layout has one rank."""
         q, problem = with_positive_scale(q, self.problem)
         ring = self._call(exchange, problem, seq_lens, mask)
         call = self._hidden(ring).around(ring)
@@ -116,22 +132,28 @@ class ShardedProblem:
         with torch.no_grad():
             return call.forward(q, k, v)
 
+    @property
+    def _rank(self) -> int:
+        """This rank's number in the layout."""
+        return self.link.rank if self.layout.ranks > 1 else 0
+
     def reserve(self, exchange: str) -> None:
         """Allocate receive buffers before rows are sent: if that fails, no other rank waits for this one."""
         self._call(exchange, self.problem, None, None).reserve()
 
     def _call(self, exchange: str, problem: Problem, seq_lens: Tensor | None, mask: Tensor | None) -> RingCall:
-        steps = steps_of(problem, self.layout, self.link.rank, exchange if exchange != LOCAL else RING)
+        steps = steps_of(problem, self.layout, self._rank, exchange if exchange != LOCAL else RING)
         seen, padding = mask, None
         if seq_lens is not None:
             past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
             seen = ~past if seen is None else seen & ~past
-            padding = tokens_of(past, self.layout, self.link.rank)
+            padding = tokens_of(past, self.layout, self._rank)
         steps = steps[:1] if exchange == LOCAL else steps
-        return RingCall(problem, steps, self.link.transport, seen, padding, self.link.raise_if_any_failed)
+        raise_if_any_failed = None if exchange == LOCAL else self.link.raise_if_any_failed
+        return RingCall(problem, steps, self.link.transport, seen, padding, raise_if_any_failed)
 
     def _hidden(self, call: RingCall) -> Hidden:
         """This rank's hidden rows. They are zeroed before they are sent, so that no other rank has to hide them."""
         whole = Hidden.of(call.problem, {} if call.seen is None else {"key_mask": call.seen})
-        keys = None if whole.keys is None else tokens_of(whole.keys, self.layout, self.link.rank)
+        keys = None if whole.keys is None else tokens_of(whole.keys, self.layout, self._rank)
         return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])

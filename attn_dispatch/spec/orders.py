@@ -37,7 +37,8 @@ ORDERS = (NATURAL, HILBERT, RESIDUE)
 LOCAL = "local"  #: none: no rank sees another rank's rows
 RING = "ring"  #: from one peer after another, while rows that have arrived are computed
 GATHER = "gather"  #: from all peers at once
-EXCHANGES = (LOCAL, RING, GATHER)
+ULYSSES = "ulysses"  #: all tokens of some heads, for those of the others
+EXCHANGES = (LOCAL, RING, GATHER, ULYSSES)
 
 
 def check(order: object) -> str:

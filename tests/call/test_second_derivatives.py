@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend
 from attn_dispatch.errors import BackendFailed, NoBackend
-from attn_dispatch.spec.orders import GATHER, RING
+from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support import ring_ranks
 from tests.support.calls import close, formula, qkv
@@ -311,7 +311,7 @@ def over_ranks(order: str, loss: str) -> str:
 
 
 @pytest.mark.full
-@crossed(lambda loss, order: {"order": order}, loss=("out", "linear"), order=(RING, GATHER))
+@crossed(lambda loss, order: {"order": order}, loss=("out", "linear"), order=(RING, GATHER, ULYSSES))
 def test_over_ranks(ranks: Ranks, order: str, loss: str) -> None:
     for said in ranks.everywhere(over_ranks, order, loss, ranks=2):
         assert "no second derivatives" in said

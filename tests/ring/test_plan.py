@@ -24,7 +24,7 @@ from attn_dispatch.ring.plan.counts import CountedProblem
 from attn_dispatch.ring.plan.forecast import forecasts_over, peak_memory_of, refusal
 from attn_dispatch.ring.plan.schedule import RankSpeed, seconds
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, ZIGZAG, Layout, deal
-from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING
+from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
@@ -68,8 +68,8 @@ def served(ranks: int) -> list[tuple[Case, str, bool, list[tuple[int, int]]]]:
     found = []
     for case, backward in product(CASES, (False, True)):
         counted = counted_for(case, ranks, backward)
-        sent = list(map(counted.bytes_sent, range(ranks)))
-        found += [(case, each, backward, sent) for each in EXCHANGES if not refusal(counted, each)]
+        usable = [each for each in EXCHANGES if not refusal(counted, each)]
+        found += [(case, each, backward, [counted.bytes_sent(rank, each) for rank in range(ranks)]) for each in usable]
     return found
 
 
@@ -111,12 +111,12 @@ def counted_of(
     return CountedProblem.of(problem, Layout(deal(tokens, ranks), kind))
 
 
-@pytest.mark.parametrize("exchange", [RING, GATHER])
+@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
 def test_time_is_computing_or_sending_where_the_other_takes_none(exchange: str) -> None:
     counted = counted_of(Dense(), 1024, 4, backward=True)
     work = 1024**2 * 4 * 8 * 14 / 4
     assert seconds(counted, exchange, RankSpeed(1.0, 1e30)) == pytest.approx(work)
-    assert seconds(counted, exchange, RankSpeed(1e30, 1.0)) == pytest.approx(sum(counted.bytes_sent(0)))
+    assert seconds(counted, exchange, RankSpeed(1e30, 1.0)) == pytest.approx(sum(counted.bytes_sent(0, exchange)))
 
 
 def test_a_ring_overlaps_sending_and_compute() -> None:
@@ -209,7 +209,7 @@ def test_plan_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for plan, ranks in zip(found["plans"], (32, 64)):
         assert (plan["ranks"], sum(plan["tokens"])) == (ranks, 2**29)
         assert [each["exchange"] for each in plan["exchanges"]] == list(EXCHANGES)
-        local, ring, gather = plan["exchanges"]
+        local, ring, gather, _ = plan["exchanges"]
         assert not local["serves"]
         assert local["seconds"] is None
         assert "key rows of other ranks" in local["reason"]

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attn_dispatch import Sharded, attend, shard, unshard
 from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import traffic_of
 from attn_dispatch.ring.shards import spread_of
-from attn_dispatch.spec.orders import GATHER, LOCAL, RING, Reordered
+from attn_dispatch.spec.orders import GATHER, LOCAL, RING, ULYSSES, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
@@ -69,7 +70,7 @@ def exchanges(problem: Problem, layout: Layout) -> list[str]:
     pattern, heads, kv_heads = problem.pattern, problem.heads, problem.kv_heads
     if not any(traffic_of(pattern, layout, heads, kv_heads, rank).receives for rank in range(layout.ranks)):
         return [LOCAL]
-    return [RING, GATHER]
+    return [RING, GATHER, *[ULYSSES] * (not ulysses.refusal(problem, layout.ranks))]
 
 
 def options_of(case: Case, exchange: str) -> dict[str, Any]:
@@ -111,8 +112,8 @@ def test_conformance(ranks: Ranks, case: Case, size: int) -> None:
 )
 def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     problem = BY_ID[name].problem(dtype, needs_grad=True)
-    layout = Layout(deal(problem.q_len, 3), ZIGZAG)
-    for exchange in (RING, GATHER):
+    layout = Layout(deal(problem.q_len, 2), ZIGZAG)
+    for exchange in exchanges(problem, layout):
         found = run(ranks, BY_ID[name], dtype, layout, exchange)
         assert gate(problem).check(found).failures == (), exchange
 
@@ -159,7 +160,7 @@ def test_conformance_by_each_solver(ranks: Ranks, name: str, solver: str, kind: 
     assert gate(problem).check(whole(found, layout)).failures == ()
 
 
-@pytest.mark.parametrize("exchange", [RING, GATHER])
+@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
 def test_the_same_bits_every_time(ranks: Ranks, exchange: str) -> None:
     case = BY_ID["causal"]
     layout = Layout(deal(case.shape[1], 2), ZIGZAG)
@@ -207,7 +208,7 @@ def forced_on_a_single_rank() -> list[Any]:
     for backend, order in ((None, LOCAL), ("ring", None), ("ring", LOCAL), ("manual", None)):
         out = attend(q, k, v, mesh=mesh, backend=backend, order=order)
         found.append(close(out, formula(q, k, v, Dense())[0]))
-    for order in (RING, GATHER):
+    for order in (RING, GATHER, ULYSSES):
         with pytest.raises(NoBackend) as raised:
             attend(q, k, v, mesh=mesh, order=order)
         found.append(str(raised.value))
@@ -237,7 +238,7 @@ def test_every_kind_of_mesh(ranks: Ranks, job: Any) -> None:
 
 def test_exchanges_on_a_single_rank(ranks: Ranks) -> None:
     why = "cannot run over a single rank: no rank sees another's rows: there is nothing to exchange"
-    expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER)]
+    expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER, ULYSSES)]
     assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 8
 
 
@@ -313,7 +314,7 @@ def without_gradients(order: str) -> tuple[bool, bool]:
     return alone.requires_grad or also.requires_grad, torch.equal(alone, also)
 
 
-@pytest.mark.parametrize("order", [RING, GATHER])
+@pytest.mark.parametrize("order", [RING, GATHER, ULYSSES])
 def test_no_gradients_unless_required(ranks: Ranks, order: str) -> None:
     assert ranks.everywhere(without_gradients, order, ranks=2) == [(False, True)] * 2
 
@@ -343,7 +344,7 @@ def test_shards_of_a_single_token(ranks: Ranks, lengths: tuple[int, ...], kind: 
         assert gate(case.problem(torch.float32, needs_grad=True)).check(found).failures == ()
 
 
-@pytest.mark.parametrize("exchange", [RING, GATHER])
+@pytest.mark.parametrize("exchange", [RING, GATHER, ULYSSES])
 @pytest.mark.parametrize(
     "case",
     [

@@ -9,7 +9,7 @@ import torch
 
 from attn_dispatch import attend, counters, explain
 from attn_dispatch.errors import NoBackend
-from attn_dispatch.spec.orders import GATHER, LOCAL
+from attn_dispatch.spec.orders import GATHER, LOCAL, ULYSSES
 from tests.support import ring_ranks
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
@@ -43,10 +43,13 @@ def explained(order: str) -> tuple[str, str]:
 
 def test_a_forced_exchange_is_explained(ranks: Ranks, set_mode: Any) -> None:
     set_mode("off")
-    assert ranks.everywhere(explained, GATHER, ranks=2) == [(GATHER, "forced")] * 2
-    for order, why in ranks.everywhere(explained, LOCAL, ranks=2):
-        assert order == ""
-        assert "key rows of other ranks" in why
+    for order in (GATHER, ULYSSES):
+        assert ranks.everywhere(explained, order, ranks=2) == [(order, "forced")] * 2
+    no_heads = "ulysses: 4 heads and 4 key heads do not come out even over 3 ranks"
+    for forced, size, why in ((LOCAL, 2, "key rows of other ranks"), (ULYSSES, 3, no_heads)):
+        for order, text in ranks.everywhere(explained, forced, ranks=size):
+            assert order == ""
+            assert why in text
 
 
 def explained_documents() -> list[str]:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from attn_dispatch import attend
+from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.exchange import Transport
 from attn_dispatch.ring.link import Link
-from attn_dispatch.spec.orders import GATHER, RING
+from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from tests.support import ring_ranks
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
@@ -97,6 +98,7 @@ def order_of_calls(order: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Link, "connect", noted("connect", Link.connect))
         patch.setattr(Transport, "exchange", noted("rows", Transport.exchange))
+        patch.setattr(ulysses, "_exchanged", noted("rows", ulysses._exchanged))
         mesh = ring_ranks.group()
         attend(*part(mesh), mesh=mesh, order=order)
     return list(dict.fromkeys(seen))
@@ -104,7 +106,7 @@ def order_of_calls(order: str) -> list[str]:
 
 def test_the_communicator_is_made_before_rows_are_sent(ranks: Ranks) -> None:
     """Over NCCL, ranks without rows would be in no message that makes it, and the others would wait for them."""
-    for order in (RING, GATHER):
+    for order in (RING, GATHER, ULYSSES):
         assert ranks.everywhere(order_of_calls, order, ranks=2) == [["connect", "rows"]] * 2
 
 

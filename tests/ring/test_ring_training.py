@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import Sharded, attend, explain, shard, shard_positions, unshard, weights_of
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.orders import GATHER, RING
+from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
@@ -126,7 +126,7 @@ def trained_after_inference(pattern: Pattern, order: str | None) -> bool:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("pattern", "order"), [*zip(PATTERNS, (RING, GATHER, RING)), (PATTERNS[1], None), (Window(5, 0), GATHER)], ids=str
+    ("pattern", "order"), [*zip(PATTERNS, (RING, GATHER, RING)), (PATTERNS[1], None), (Window(5, 0), ULYSSES)], ids=str
 )
 def test_training_after_inference_mode(
     ranks: Ranks, pattern: Pattern, order: str | None, set_mode: Callable[[str], None]
@@ -176,7 +176,7 @@ def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
     return all(map(torch.equal, found, expected)), all(bool(x.any()) for x in found)
 
 
-@pytest.mark.parametrize("order", [RING, GATHER])
+@pytest.mark.parametrize("order", [RING, GATHER, ULYSSES])
 @pytest.mark.parametrize("layer", ["last", "first"])
 def test_checkpoints(ranks: Ranks, order: str, layer: str) -> None:
     assert ranks.everywhere(checkpointed, order, layer, ranks=2) == [(True, True)] * 2

@@ -1,6 +1,6 @@
 """A sequence over many ranks, processes of this machine connected by gloo: memory and time.
 
-    python -m tools.bench.ring [memory speed] [--rounds N] [--shrink N]
+    python -m tools.bench.ring [memory speed exchanges] [--rounds N] [--shrink N]
 
 --shrink: sequences so many times shorter, for a quick look, which is not written over the results.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from attn_dispatch import Sharded, attend, explain
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
+from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.tuning.intervals import Timing
 from tools.lib.common import parser, ratio, timing, write
@@ -36,6 +38,7 @@ MEMORY: tuple[tuple[Pattern, int, tuple[int, int]], ...] = (
     (WIDE, HEADS, (65_536, 32_768)),
 )
 SPEED_TOKENS, SPEED_HEADS = 32_768, 4
+EXCHANGED, EXCHANGED_TOKENS = (RING, GATHER, ULYSSES), (512, 4096)
 
 
 def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward: bool = False) -> Tensor:
@@ -122,7 +125,7 @@ def speed(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
 
 def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
     """Milliseconds of this process's calls, the first of which is a warm-up. Rank 2 runs alone."""
-    rank, pattern = dist.get_rank(), Dense(is_causal=True)
+    rank = dist.get_rank()
     pair = dist.new_group([0, 1])
     alone = rank == 2
     torch.set_num_threads(2 if alone else 1)
@@ -135,12 +138,42 @@ def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
         for turn in (True, False):
             dist.barrier()
             if turn == alone:
-                start = time.perf_counter()
-                out = attend(q, k, v, pattern, **where)
-                if backward:
-                    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-                found.append((time.perf_counter() - start) * 1e3)
+                found.append(_call_ms((q, k, v), where, backward))
     dist.barrier()
+    return found
+
+
+def _call_ms(tensors: Sequence[Tensor], where: dict[str, Any], backward: bool) -> float:
+    """Milliseconds of a dense causal call."""
+    q, k, v = tensors
+    start = time.perf_counter()
+    out = attend(q, k, v, Dense(is_causal=True), **where)
+    if backward:
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return (time.perf_counter() - start) * 1e3
+
+
+def exchanges(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
+    """Every exchange between two ranks of one thread, dense causal, zigzag, in turns."""
+    found = []
+    for tokens, backward in product([each // shrink for each in EXCHANGED_TOKENS], (False, True)):
+        of_ranks = together(_exchanges, 2, tokens, rounds, backward)
+        by_name = ([max(pair) for pair in zip(*both)] for both in zip(*of_ranks))
+        times = {name: Timing(tuple(ms[1:]), ms[0]) for name, ms in zip(EXCHANGED, by_name)}
+        about = {"tokens": tokens, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "backward": backward}
+        each = {name: timing(one) for name, one in times.items()}
+        found.append({**about, **each, "ratio": ratio(times[ULYSSES], times[RING])})
+    return found
+
+
+def _exchanges(tokens: int, rounds: int, backward: bool) -> list[list[float]]:
+    """Milliseconds of this rank's calls with each exchange, the first of which is a warm-up."""
+    tensors = Tokens(Layout(deal(tokens, 2), ZIGZAG), HEADS, HEAD_DIM, torch.float32).shard(dist.get_rank())
+    found: list[list[float]] = [[] for _ in EXCHANGED]
+    for _, (name, times) in product(range(rounds + 1), zip(EXCHANGED, found)):
+        dist.barrier()
+        where = {"order": name, "mesh": Sharded("world", ZIGZAG)}
+        times.append(_call_ms([x.requires_grad_(backward) for x in tensors], where, backward))
     return found
 
 
@@ -150,6 +183,7 @@ def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
 PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
     "memory": lambda rounds, shrink: memory(shrink),
     "speed": speed,
+    "exchanges": exchanges,
 }
 
 
@@ -173,6 +207,15 @@ def tables(found: Any) -> Iterator[Table]:
         (f"dense causal, {SPEED_HEADS} heads", "1 rank, 2 threads", "2 ranks, 1 thread each", "2 ranks / 1 rank"),
         rows,
         "Two ranks, zigzag, against one process on the same two cores, in turns, float32.",
+    )
+    rows = [
+        (f"{one['tokens']:,} tokens, {direction(one)}", *(ms(one[name]) for name in EXCHANGED), interval(one["ratio"]))
+        for one in found.get("exchanges", ())
+    ]
+    yield Table(
+        (f"dense causal, {HEADS} heads", *(f"`{name}`" for name in EXCHANGED), "`ulysses` / `ring`"),
+        rows,
+        "Exchanges between two ranks, zigzag, in turns, float32.",
     )
 
 

@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
-from attn_dispatch.ring.engine.exchange import (
-    PendingExchange,
-    Transport,
-    add_returned,
-    message_size,
-    pack,
-    unpack,
-)
+from attn_dispatch.ring.engine.exchange import PendingExchange, Transport, add_returned, message_size, pack, unpack
 from attn_dispatch.ring.engine.parts import Part
 from attn_dispatch.ring.engine.steps import GRAD_SLOTS, Step, buffer_rows, own_work, row_slots
 from attn_dispatch.ring.rows.traffic import Rows
@@ -41,7 +34,8 @@ class RingCall:
         seen: bool [batch, tokens of the whole sequence], the keys that masks leave visible; None: all.
         padding: bool [batch, tokens of this rank], the queries that are padding; None: none.
         raise_if_any_failed: called at the end of a pass with this rank's error, or None; raises if any rank has an
-            error, since other ranks compute gradients of this rank's keys. Called only if gradients are needed.
+            error, since other ranks compute gradients of this rank's keys. Called only if gradients are needed, or
+            where there is one step: then other ranks need its results. None: no other rank needs anything.
     """
 
     problem: Problem
@@ -70,7 +64,7 @@ class RingCall:
                     self._forward_step(own_step, q, [(k, v)], sums)
             del rows
         # In the backward pass the other ranks would wait for a rank that failed here.
-        self._raise(failures, everywhere=self.problem.needs_grad)
+        self._raise(failures, everywhere=self.problem.needs_grad or len(self.steps) == 1)
         out, lse = sums.results()
         if self.padding is not None:
             out = out.masked_fill(self.padding[:, :, None, None], 0.0)
@@ -112,7 +106,7 @@ class RingCall:
 
     def _raise(self, failures: list[Exception], everywhere: bool) -> None:
         """Raise this rank's error, if any; `everywhere`: on all ranks, if any has one."""
-        if everywhere and self.raise_if_any_failed is not None and len(self.steps) > 1:
+        if everywhere and self.raise_if_any_failed is not None:
             self.raise_if_any_failed(failures[0] if failures else None)
         if failures:
             raise failures[0]

@@ -16,7 +16,7 @@ from attn_dispatch.ring.engine.parts import Part, Source, parts_of
 from attn_dispatch.ring.rows.chunking import own_shares, pieces
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import Rows, Traffic, traffic_of, without_caller_modes
-from attn_dispatch.spec.orders import GATHER, LOCAL
+from attn_dispatch.spec.orders import GATHER, LOCAL, ULYSSES
 from attn_dispatch.spec.problem import Problem
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -50,9 +50,9 @@ def transfers(problem: Problem, layout: Layout, exchange: str) -> list[Transfer]
 
     Args:
         problem: the whole sequence's.
-        exchange: "ring": one sender for each rank at a time; "gather": all senders at once; "local": none.
+        exchange: "ring": one sender for each rank at a time; "gather": all senders at once; others: none.
     """
-    if exchange == LOCAL:
+    if exchange in (LOCAL, ULYSSES):
         return []
     if exchange == GATHER:
         return [Transfer(layout.ranks, range(1, layout.ranks))]

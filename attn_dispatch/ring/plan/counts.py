@@ -18,6 +18,7 @@ from attn_dispatch.ring.engine.exchange import message_size
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import Kind, kv_classes
 from attn_dispatch.ring.rows.runs import seen_rows
+from attn_dispatch.spec.orders import ULYSSES
 from attn_dispatch.spec.pattern import Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Axis, Band
@@ -69,11 +70,23 @@ class CountedProblem:
         """Bytes of the gradients of one row, which are sent in the dtype of sums."""
         return message_size(1, self.problem) * sum_dtype(self.problem.dtype).itemsize
 
-    def bytes_sent(self, rank: int) -> tuple[int, int]:
-        """What `Transport.bytes_sent` counts forward and backward, with every exchange that serves."""
+    def sizes(self, tokens: int) -> tuple[int, int, int]:
+        """Bytes of q, of k and v together, and of lse, of so many tokens."""
+        problem = self.problem
+        lse = tokens * problem.batch * problem.heads * sum_dtype(problem.dtype).itemsize
+        return tokens * self.row_bytes * problem.heads // 2, tokens * self.row_bytes * problem.kv_heads, lse
+
+    def bytes_sent(self, rank: int, exchange: str) -> tuple[int, int]:
+        """What `Transport.bytes_sent` counts forward and backward, with an exchange that serves."""
         forward = self.counts.sent(rank) * self.row_bytes
-        grads = self.counts.received(rank) * self.grad_row_bytes
-        return forward, forward + grads if self.problem.needs_grad else 0
+        backward = forward + self.counts.received(rank) * self.grad_row_bytes
+        if exchange == ULYSSES:
+            # Of q, k and v this rank's tokens of the other ranks' heads, of the results the reverse.
+            (q, kv, lse), ranks, own = self.sizes(1), self.layout.ranks, self.layout.lengths[rank]
+            given, results = (q + kv) // ranks, (q + lse * self.problem.return_lse) // ranks
+            away, back = own * (ranks - 1), self.layout.tokens - own
+            forward, backward = given * away + results * back, results * away + given * back
+        return forward, backward if self.problem.needs_grad else 0
 
 
 @lru_cache(maxsize=64)

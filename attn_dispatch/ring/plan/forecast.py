@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from attn_dispatch.kernels.hidden import may_hide
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles.estimates import call_bytes
+from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.parts import TILE, solver
 from attn_dispatch.ring.engine.steps import GRAD_SLOTS, buffer_rows, transfers
 from attn_dispatch.ring.plan.counts import CountedProblem
 from attn_dispatch.ring.plan.schedule import RankSpeed, seconds
 from attn_dispatch.ring.rows.chunking import block_rows, line_of
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.spec.orders import EXCHANGES, LOCAL
+from attn_dispatch.spec.orders import EXCHANGES, LOCAL, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
@@ -76,7 +77,9 @@ def refusal(counted: CountedProblem, exchange: str) -> str:
     most = max(map(counted.counts.received, range(counted.layout.ranks)))
     if exchange == LOCAL:
         return f"a rank sees {most} key rows of other ranks" if most else ""
-    return "" if most else "no rank sees another's rows: there is nothing to exchange"
+    if not most:
+        return "no rank sees another's rows: there is nothing to exchange"
+    return ulysses.refusal(counted.problem, counted.layout.ranks) if exchange == ULYSSES else ""
 
 
 def _forecast(counted: CountedProblem, exchange: str, speed: RankSpeed | None) -> Forecast:
@@ -88,7 +91,7 @@ def _forecast(counted: CountedProblem, exchange: str, speed: RankSpeed | None) -
         memory = [peak_memory_of(counted, exchange, rank) for rank in ranks]
     except LookupError as error:  # no backend supports a part
         return Forecast(exchange, str(error))
-    forward, shipped = zip(*((sent[0], sum(sent)) for sent in map(counted.bytes_sent, ranks)))
+    forward, shipped = zip(*((sent[0], sum(sent)) for rank in ranks if (sent := counted.bytes_sent(rank, exchange))))
     return Forecast(
         exchange=exchange,
         reason="",
@@ -108,10 +111,18 @@ def peak_memory_of(counted: CountedProblem, exchange: str, rank: int) -> PeakMem
     """A bound of the memory of one rank's call; of a single rank, that of the backend on one device."""
     problem, layout, rows = counted.problem, counted.layout, counted.counts.rows
     tokens, grads = layout.lengths[rank], problem.needs_grad
-    q, kv, lse = _sizes(problem, tokens)
+    q, kv, lse = counted.sizes(tokens)
     if layout.ranks == 1:
         results = problem.result_bytes + (q if grads else 0)  # and the gradient of out
         return PeakMemory(q + kv, 0, q + kv + results + int(solver(problem).workspace_bytes(problem)))
+    wider = sum_dtype(problem.dtype).itemsize // problem.dtype.itemsize
+    # Copies with zeros in hidden rows.
+    hidden = kv * (problem.masked or may_hide(problem)) + q * problem.has_seq_lens * (1 + grads)
+    if exchange == ULYSSES:  # of this rank's tokens, and of all tokens of its heads; of the latter also sums
+        heads = replace(ulysses.share_of(problem, layout.ranks), return_lse=True, ranks=1)
+        alive = 2 * (q + kv) + 2 * q * wider + 4 * lse + (2 * (q + kv) * wider + 2 * q) * grads
+        alive += hidden + LISTED * layout.tokens + int(solver(heads).workspace_bytes(heads))
+        return PeakMemory(q + kv, 0, alive)
     steps, gathered = [], 0
     for each in transfers(problem, layout, exchange):
         # Pieces of the mean length, rounded up; `Rows.piece` may have more.
@@ -123,7 +134,6 @@ def peak_memory_of(counted: CountedProblem, exchange: str, rank: int) -> PeakMem
     buffers = sum(count for slot, count in slots.items() if slot not in GRAD_SLOTS) * counted.row_bytes
     if grads:
         buffers += sum(slots[slot] for slot in GRAD_SLOTS) * counted.grad_row_bytes
-    wider = sum_dtype(problem.dtype).itemsize // problem.dtype.itemsize
     share, part = _largest_part(counted, tokens, -(-most // problem.kv_heads))
     alive = q * wider + lse + part  # sums, and next the results of a part
     alive += int((q + q * wider * (wider > 1) + 3 * lse) * share)
@@ -132,17 +142,8 @@ def peak_memory_of(counted: CountedProblem, exchange: str, rank: int) -> PeakMem
         # A window's block has the keys beside it, too.
         results = int(q * share + kv * min(1.0, 2 * share)) + most * counted.grad_row_bytes
         alive = max(alive, given + sums + part + results)
-    # Copies with zeros in hidden rows.
-    hidden = kv * (problem.masked or may_hide(problem)) + q * problem.has_seq_lens * (1 + grads)
     listed = LISTED * (tokens + sum(received + sent for received, sent in steps))
     return PeakMemory(q + kv, buffers, q + kv + buffers + gathered * counted.row_bytes + alive + hidden + listed)
-
-
-def _sizes(problem: Problem, tokens: int) -> tuple[int, int, int]:
-    """Bytes of q, of k and v together, and of lse, of so many tokens."""
-    head = tokens * problem.batch * problem.head_dim * problem.dtype.itemsize
-    lse = tokens * problem.batch * problem.heads * sum_dtype(problem.dtype).itemsize
-    return problem.heads * head, 2 * problem.kv_heads * head, lse
 
 
 def _largest_part(counted: CountedProblem, tokens: int, received: int) -> tuple[float, int]:

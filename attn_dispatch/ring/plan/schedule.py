@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from attn_dispatch.ring.engine.steps import transfers
 from attn_dispatch.ring.plan.counts import CountedProblem
 from attn_dispatch.ring.rows.chunking import own_shares
+from attn_dispatch.spec.orders import ULYSSES
 
 FORWARD, BOTH = 4, 14  #: operations per query-key pair and element of head_dim: forward, and forward with backward
 
@@ -23,6 +24,11 @@ class RankSpeed:
 
 def seconds(counted: CountedProblem, exchange: str, speed: RankSpeed) -> float:
     """Seconds until the last rank is done if all begin each step together. Latency is not counted."""
+    if exchange == ULYSSES:  # all ranks have as many pairs, and wait for what they receive
+        sent = max(sum(counted.bytes_sent(rank, exchange)) for rank in range(counted.layout.ranks))
+        work = sum(map(sum, counted.counts.pairs)) / counted.layout.ranks * counted.problem.batch
+        work *= counted.problem.head_dim * (BOTH if counted.problem.needs_grad else FORWARD)
+        return work / speed.operations_per_s + sent / speed.link
     forward = _pass_seconds(counted, exchange, speed, FORWARD, backward=False)
     if not counted.problem.needs_grad:
         return forward

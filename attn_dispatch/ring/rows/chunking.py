@@ -22,7 +22,9 @@ LEAST_WORK = {"cpu": 2.5e8, "cuda": 1e11}
 
 
 def block_rows(problem: Problem, layout: Layout) -> int:
-    """Most rows of q or k of a block; the same on every rank."""
+    """Most rows of q or k of a block; the same on every rank. A single rank computes in one block."""
+    if layout.ranks == 1:
+        return layout.tokens
     device = problem.device.type if problem.device.type in LEAST_ROWS else "cuda"
     element = 4 * problem.batch * problem.heads * problem.head_dim
     least = max(LEAST_ROWS[device], math.isqrt(int(LEAST_WORK[device]) // element))
