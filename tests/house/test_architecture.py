@@ -53,26 +53,27 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: lines for anything else takes others away.
 LINES = {
     "api": 720,
-    "backends": 2350,
-    "base": 305,
-    "calls": 1080,
-    "cli": 3640,
-    "compat": 530,
-    "decisions": 2820,
-    "entry": 130,
-    "integrations": 1420,
-    "kernels": 9930,
-    "learning": 980,
-    "machine": 1180,
-    "nn": 1670,
+    "backends": 2200,
+    "base": 300,
+    "calls": 920,
+    "cli": 3000,
+    "compat": 510,
+    "decisions": 2300,
+    "entry": 110,
+    "integrations": 1350,
+    "kernels": 9300,
+    "learning": 970,
+    "machine": 1020,
+    "nn": 1590,
     "profiles": 10,
-    "ring": 4570,
+    "ring": 3800,
     "spec": 2380,
-    "store": 1750,
-    "testing": 950,
-    "tuning": 4340,
+    "store": 1500,
+    "testing": 870,
+    "tuning": 3700,
 }
-BESIDE = {"tests": 41850, "tools": 6540}  #: the same for the folders beside the package
+BESIDE = {"tests": 35_000, "tools": 6500}  #: the same for the folders beside the package
+PACKAGE = 36_500  #: lines of all rooms together
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
@@ -244,6 +245,7 @@ def test_rooms_keep_to_their_lines() -> None:
         counts[name] = lines_in(ROOT.parent / name).total()
     assert counts.keys() == LINES.keys() | BESIDE.keys()
     assert {name: n for name, n in counts.items() if n > (LINES | BESIDE)[name]} == {}
+    assert sum(counts[name] for name in LINES) <= PACKAGE
 
 
 # --- calls go down only -----------------------------------------------------------------------------------------------

@@ -75,7 +75,6 @@ class Limits:
         options = (*FLAGS, *library.OPTIONS, *LINK_FLAGS, f"-I{SOURCE.parent}")
         subprocess.run([*compiler().command, *options, str(source), "-o", str(path)], check=True)
         self._library = ctypes.CDLL(str(path))
-        self._data = torch.ones(READ_BYTES // 4)
         self.names = ["multiply_add"] + ["dot_product"] * (self._library.dot_product_terms() > 0)
         self._steps = dict.fromkeys(self.names, 2**16)
         for name in self.names:
@@ -95,19 +94,14 @@ class Limits:
         terms = self._library.dot_product_terms() if name == "dot_product" else 1
         return 2 * int(terms * self._library.sum_lanes()) * self._steps[name] * threads
 
-    def read(self, threads: int) -> Call:
-        count = ctypes.c_int64(self._data.numel())
-        return partial(
-            self._library.read_memory, ctypes.c_int64(threads), ctypes.c_void_p(self._data.data_ptr()), count
-        )
-
     def name_of(self, dtype: torch.dtype) -> str:
         """The limit of products: the kernel computes float16 in float32."""
         return self.names[-1] if dtype == torch.bfloat16 else self.names[0]
 
     def measured(self, threads: int, rounds: int) -> dict[str, Any]:
-        calls = {name: self.call(name, threads) for name in self.names} | {"read": self.read(threads)}
-        found = turns(calls, rounds)
+        calls: dict[str, Call] = {name: self.call(name, threads) for name in self.names}
+        with torch_threads(threads):
+            found = turns({**calls, "read": torch.ones(READ_BYTES // 4).sum}, rounds)
         rates = {f"{name}_gflops": self.operations(name, threads) / found[name].median_ms / 1e6 for name in self.names}
         return {"threads": threads, **rates, "read_gb_per_s": READ_BYTES / found["read"].median_ms / 1e6}
 

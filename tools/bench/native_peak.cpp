@@ -1,11 +1,10 @@
-// What a processor can do at most: multiply-adds and dot products of bfloat16 on sums that stay in registers, and reading
-// memory. tools/bench/native.py compiles it as the native kernel is compiled, and calls it between the kernel's calls.
+// What a processor can do at most: multiply-adds and dot products of bfloat16 on sums that stay in registers.
+// tools/bench/native.py compiles it as the native kernel is compiled, and calls it between the kernel's calls.
 
 #include "attention/products.h"
 
 // Of the OpenMP library that PyTorch has loaded, as the kernel calls it.
 extern "C" void GOMP_parallel(void (*work)(void*), void* given, unsigned threads, unsigned flags);
-extern "C" int omp_get_thread_num();
 
 namespace {
 
@@ -32,43 +31,31 @@ template <class Op> __attribute__((noinline)) void add_products(i64 steps) {
     sink = total(sum[0]);
 }
 
-struct Shared { i64 threads, count; const float* data; };
+struct Shared { i64 threads, count; };
 
-template <void (*work)(const Shared&, i64 thread)> void in_each(Shared shared) {
-    auto each = [](void* given) { work(*(const Shared*)given, omp_get_thread_num()); };
+template <void (*work)(const Shared&)> void in_each(Shared shared) {
+    auto each = [](void* given) { work(*(const Shared*)given); };
     GOMP_parallel(each, &shared, (unsigned)shared.threads, 0);
 }
 
-void adds(const Shared& shared, i64) { add_products<Single>(shared.count); }
+void adds(const Shared& shared) { add_products<Single>(shared.count); }
 #if defined(HAS_PAIRS)
-void dots(const Shared& shared, i64) { add_products<Pair>(shared.count); }
+void dots(const Shared& shared) { add_products<Pair>(shared.count); }
 #endif
-
-void reads(const Shared& shared, i64 thread) {
-    const i64 first = shared.count * thread / shared.threads, last = shared.count * (thread + 1) / shared.threads;
-    constexpr int AT_ONCE = 8;
-    vec sum[AT_ONCE] = {};
-    for (i64 i = first; i + AT_ONCE * W <= last; i += AT_ONCE * W)
-        UNROLL for (int n = 0; n < AT_ONCE; n++) sum[n] += load(shared.data + i + n * W);
-    for (int n = 1; n < AT_ONCE; n++) sum[0] += sum[n];
-    sink = total(sum[0]);
-}
 
 } // namespace
 
 extern "C" {
 
 // In each thread `steps` times as many multiply-adds as sum_lanes() says.
-void multiply_add(i64 threads, i64 steps) { in_each<adds>({threads, steps, nullptr}); }
+void multiply_add(i64 threads, i64 steps) { in_each<adds>({threads, steps}); }
 
 #if defined(HAS_PAIRS)
-void dot_product(i64 threads, i64 steps) { in_each<dots>({threads, steps, nullptr}); }
+void dot_product(i64 threads, i64 steps) { in_each<dots>({threads, steps}); }
 int dot_product_terms() { return 2; }
 #else
 int dot_product_terms() { return 0; } // the processor has none
 #endif
-
-void read_memory(i64 threads, const float* data, i64 count) { in_each<reads>({threads, count, data}); }
 
 int sum_lanes() { return SUMS * W; }
 }

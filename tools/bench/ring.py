@@ -160,9 +160,8 @@ def exchanges(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
         of_ranks = together(_exchanges, 2, tokens, rounds, backward)
         by_name = ([max(pair) for pair in zip(*both)] for both in zip(*of_ranks))
         times = {name: Timing(tuple(ms[1:]), ms[0]) for name, ms in zip(EXCHANGED, by_name)}
-        about = {"tokens": tokens, "heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "backward": backward}
         each = {name: timing(one) for name, one in times.items()}
-        found.append({**about, **each, "ratio": ratio(times[ULYSSES], times[RING])})
+        found.append({"tokens": tokens, "backward": backward, **each, "ratio": ratio(times[ULYSSES], times[RING])})
     return found
 
 
@@ -189,8 +188,9 @@ PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
 
 def tables(found: Any) -> Iterator[Table]:
     rows: list[tuple[str, ...]] = [
-        (f"{one['pattern']}, {one['heads']} heads", f"{one['tokens']:,}", direction(one), ranks_of(one), *sizes(one))
+        (f"{one['pattern']}, {one['heads']} heads", f"{one['tokens']:,}", direction(one), ranks_of(one), *sizes)
         for one in found.get("memory", ())
+        for sizes in [(megabytes(one["peak_bytes"]), megabytes(one["qkv_out_bytes"]))]
     ]
     yield Table(
         ("pattern", "tokens", "pass", "ranks", "peak of a rank", "its q, k, v and out"),
@@ -221,10 +221,6 @@ def tables(found: Any) -> Iterator[Table]:
 
 def ranks_of(one: Any) -> str:
     return f"{one['ranks']}, `{one['exchange']}`" if one["exchange"] else f"{one['ranks']}"
-
-
-def sizes(one: Any) -> tuple[str, str]:
-    return megabytes(one["peak_bytes"]), megabytes(one["qkv_out_bytes"])
 
 
 def main() -> None:

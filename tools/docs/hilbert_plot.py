@@ -14,8 +14,7 @@ COLOURS = {"tiles": "#0072b2", "native": "#d55e00", "flex": "#009e73", "sdpa_mas
 DASHED = 'stroke-dasharray="5 4"'
 APART = 7  #: pixels between backends at the same length, so that their intervals do not overlap
 ROOM = 1.06  #: factor between the outermost values and the panel's edges
-LABEL = 14  #: pixels between ratios that are written
-RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0)
+RATIOS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)  #: that are written
 
 Point = tuple[float, float, float, float]  #: tokens, and a value with its interval
 
@@ -87,11 +86,7 @@ def svg(found: Any) -> str:
     low, high = bounds(gains.values())
     left = Panel(62, ends, (decades[0], decades[-1]))
     right = Panel(494, ends, (min(low, 1.0) / ROOM, max(high, 1.0) * ROOM))
-    ticks = [1.0]
-    for tick in RATIOS:
-        apart = min(abs(right.up(tick) - right.up(other)) for other in ticks)
-        if right.y[0] <= tick <= right.y[1] and apart >= LABEL:
-            ticks.append(tick)
+    ticks = [tick for tick in RATIOS if right.y[0] <= tick <= right.y[1]]
     parts = [*legend(left.left), *left.frame("milliseconds", lengths, decades, None)]
     parts += right.frame("time in natural order / in Hilbert order", lengths, ticks, 1.0)
     for number, (name, colour) in enumerate(COLOURS.items()):

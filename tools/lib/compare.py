@@ -118,7 +118,8 @@ def verdict(old: Row, new: Row) -> str:
 def compare(old: Any, new: Any) -> tuple[list[tuple[str, Row, Row]], str]:
     """Two results files: the verdict on each row of both, and how many rows were not compared, and why."""
     before, after = ({(each.path, each.unit): each for each in rows(found)} for found in (old, new))
-    both, same = before.keys() & after.keys(), same_hardware(old, new)
+    both, silicon = before.keys() & after.keys(), old.get("silicon")
+    same = silicon is not None and silicon == new.get("silicon")
     found = [(verdict(one, after[key]), one, after[key]) for key, one in before.items() if key in both]
     kept = [each for each in found if same or not each[1].unit]
     counts = {
@@ -127,11 +128,6 @@ def compare(old: Any, new: Any) -> tuple[list[tuple[str, Row, Row]], str]:
         "times of other hardware": len(found) - len(kept),
     }
     return kept, ", ".join(f"{count} rows {why}" for why, count in counts.items() if count)
-
-
-def same_hardware(old: Any, new: Any) -> bool:
-    """Whether both name the same silicon, and neither none."""
-    return old.get("silicon") is not None and old.get("silicon") == new.get("silicon")
 
 
 # --- files and text ---------------------------------------------------------------------------------------------------
