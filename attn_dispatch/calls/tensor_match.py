@@ -31,11 +31,29 @@ def _compared(q: Tensor, k: Tensor, v: Tensor) -> Fits:
 
 def _facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     return (
-        type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad, q.is_neg(),
-        type(k), k.shape, k.stride(), k.dtype, k.device, k.requires_grad, k.is_neg(),
-        type(v), v.shape, v.stride(), v.dtype, v.device, v.requires_grad, v.is_neg(),
+        type(q),
+        q.shape,
+        q.stride(),
+        q.dtype,
+        q.device,
+        q.requires_grad,
+        q.is_neg(),
+        type(k),
+        k.shape,
+        k.stride(),
+        k.dtype,
+        k.device,
+        k.requires_grad,
+        k.is_neg(),
+        type(v),
+        v.shape,
+        v.stride(),
+        v.dtype,
+        v.device,
+        v.requires_grad,
+        v.is_neg(),
         autocast_dtype(q.device.type),
-    )  # fmt: skip
+    )
 
 
 def _guarded(q: Tensor, k: Tensor, v: Tensor) -> Fits | None:
@@ -88,10 +106,14 @@ def _guards_work() -> bool:
 def _distinguish() -> bool:
     first, wanting = (torch.empty(2, 2, device="cpu", requires_grad=needs) for needs in (False, True))
     unlike = (
-        *(first.new_empty(sizes) for sizes in ((2, 3), (1, 2), (4,))), first.t(), first.half(), first.to("meta"),
-        torch.nn.Parameter(first, requires_grad=False), wanting,
+        *(first.new_empty(sizes) for sizes in ((2, 3), (1, 2), (4,))),
+        first.t(),
+        first.half(),
+        first.to("meta"),
+        torch.nn.Parameter(first, requires_grad=False),
+        wanting,
         getattr(torch, "_neg_view")(first),  # noqa: B009 - type checkers know it as private
-    )  # fmt: skip
+    )
     check = _guard(first, first.clone())
     alike = check(first.clone(), first) and _guard(wanting)(wanting)
     return alike and not any(check(other, first) or check(first, other) for other in unlike)

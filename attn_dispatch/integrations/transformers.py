@@ -44,12 +44,30 @@ NAME = "attn_dispatch"
 #: Keywords of an attention function that change no result, or whose meaning the mask has already.
 WITHOUT_EFFECT = frozenset(
     {
-        "position_ids", "cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict",
-        "logits_to_keep", "num_items_in_batch", "input_ids", "labels", "attention_interface", "layer_idx",
-        "past_key_values", "past_key_value", "sliding_window", "max_length_q", "max_length_k", "target_dtype",
-        "is_training", "training", "token_type_ids", "mm_token_type_ids",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "input_ids",
+        "labels",
+        "attention_interface",
+        "layer_idx",
+        "past_key_values",
+        "past_key_value",
+        "sliding_window",
+        "max_length_q",
+        "max_length_k",
+        "target_dtype",
+        "is_training",
+        "training",
+        "token_type_ids",
+        "mm_token_type_ids",
     }
-)  # fmt: skip
+)
 #: Keywords that tell of documents in packed rows.
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 

@@ -16,9 +16,7 @@ from attn_dispatch.nn.config import AttentionConfig
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 
 #: Fields of a config that no attention module uses.
-NOT_OF_ATTENTION = (
-    "dropout", "ffn_dim", "activation", "activation_dropout", "drop_path_rate", "cross_attention",
-)  # fmt: skip
+NOT_OF_ATTENTION = ("dropout", "ffn_dim", "activation", "activation_dropout", "drop_path_rate", "cross_attention")
 #: Arguments of torch.nn.MultiheadAttention that have no counterpart here, with the values that ask for nothing.
 NOT_TAKEN = {"add_bias_kv": (False,), "add_zero_attn": (False,), "kdim": (None,), "vdim": (None,)}
 

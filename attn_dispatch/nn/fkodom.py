@@ -60,9 +60,13 @@ class DilatedAttention(nn.Module):
             return self._like_fkodom(query, key, value, is_causal)
         lengths, rates = zip(*self.branches)
         return attend(  # type: ignore[no-any-return]
-            query, key, value, Dilated(lengths, rates, is_causal, heads="split"), scale=self.softmax_scale,
+            query,
+            key,
+            value,
+            Dilated(lengths, rates, is_causal, heads="split"),
+            scale=self.softmax_scale,
             dropout_p=self.dropout_p if self.training else 0.0,
-        )  # fmt: skip
+        )
 
     def _like_fkodom(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         length, heads, count = query.shape[1], query.shape[2], len(self.branches)
@@ -175,9 +179,17 @@ class _Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         for name, layer_norm in self.attentions.items():
             attention = MultiheadDilatedAttention(
-                d_model, nhead, dilation_rates, segment_lengths, dropout, layer_norm=layer_norm,
-                layer_norm_eps=layer_norm_eps, gamma_init=gamma_init, like_fkodom=like_fkodom, **made,
-            )  # fmt: skip
+                d_model,
+                nhead,
+                dilation_rates,
+                segment_lengths,
+                dropout,
+                layer_norm=layer_norm,
+                layer_norm_eps=layer_norm_eps,
+                gamma_init=gamma_init,
+                like_fkodom=like_fkodom,
+                **made,
+            )
             self.add_module(name, attention)
         for number, size in enumerate([*[d_model] * (len(self.attentions) + 1), dim_feedforward], 1):
             self.add_module(f"norm{number}", nn.LayerNorm(size, eps=layer_norm_eps, **made))
@@ -252,11 +264,21 @@ class LongNet(nn.Module):
         def stack(kind: type[_Layer], count: int, gain: float) -> nn.ModuleDict:
             layers = (
                 kind(
-                    d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation,
-                    layer_norm_eps, gain**0.5, device, dtype, like_fkodom=like_fkodom,
+                    d_model,
+                    nhead,
+                    segment_lengths,
+                    dilation_rates,
+                    dim_feedforward,
+                    dropout,
+                    activation,
+                    layer_norm_eps,
+                    gain**0.5,
+                    device,
+                    dtype,
+                    like_fkodom=like_fkodom,
                 )
                 for _ in range(count)
-            )  # fmt: skip
+            )
             return nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
         self.encoder = stack(DilatedTransformerEncoderLayer, num_encoder_layers, encoder_gain)

@@ -67,9 +67,15 @@ class _LongNetLayer(nn.Module):
             if mesh is not None:
                 raise InvalidInput(f"cross_attention cannot run over a mesh, got {mesh!r}")
             dense = replace(
-                config, segment_lengths=None, dilation_rates=None, offsets=None, is_causal=False, rotary_base=None,
-                sub_norm=False, like_torchscale=False,
-            )  # fmt: skip
+                config,
+                segment_lengths=None,
+                dilation_rates=None,
+                offsets=None,
+                is_causal=False,
+                rotary_base=None,
+                sub_norm=False,
+                like_torchscale=False,
+            )
             self.encoder_attn = SeparateProjections(dense, None, None, backend, device, dtype)
             self.encoder_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
         self.ffn = FeedForward(config, **made)
@@ -80,9 +86,14 @@ class _LongNetLayer(nn.Module):
         raise NotImplementedError
 
     def _forward(
-        self, x: Tensor, key_padding_mask: Tensor | None, cache: KVCache | None, positions: Tensor | None,
-        memory: Tensor | None = None, memory_key_padding_mask: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        cache: KVCache | None,
+        positions: Tensor | None,
+        memory: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
         self._check_memory(memory, memory_key_padding_mask)
         attended, _ = self.self_attn(
             self.self_attn_layer_norm(x), key_padding_mask=key_padding_mask, cache=cache, positions=positions

@@ -226,9 +226,15 @@ def replace_attention(model: nn.Module, *, like_torchscale: bool = False) -> int
         theirs: Any = child
         with torch.device("meta"):
             ours = DilatedAttention(
-                theirs.args, theirs.embed_dim, theirs.num_heads, theirs.dropout, theirs.self_attention,
-                theirs.encoder_decoder_attention, theirs.inner_attn_ln is not None, like_torchscale=like_torchscale,
-            )  # fmt: skip
+                theirs.args,
+                theirs.embed_dim,
+                theirs.num_heads,
+                theirs.dropout,
+                theirs.self_attention,
+                theirs.encoder_decoder_attention,
+                theirs.inner_attn_ln is not None,
+                like_torchscale=like_torchscale,
+            )
         for part, _ in list(ours.named_children()):
             setattr(ours, part, getattr(theirs, part))
         setattr(parent, name, ours.train(theirs.training))

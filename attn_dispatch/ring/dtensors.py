@@ -19,9 +19,14 @@ from attn_dispatch.spec.tracing import is_dtensor
 
 #: The axes of attend's other tensors: batch, heads, queries, keys; the last ones where a tensor has fewer.
 _AXES = {
-    "seq_lens": "b", "key_lens": "b", "key_mask": "bk", "documents": "bk", "bias": "bhqk", "sink": "h",
+    "seq_lens": "b",
+    "key_lens": "b",
+    "key_mask": "bk",
+    "documents": "bk",
+    "bias": "bhqk",
+    "sink": "h",
     "alibi_slopes": "bh",
-}  # fmt: skip
+}
 _OF_TOKENS = ("key_mask",)  #: those of which each rank gives its own part where the sequence is sharded
 
 

@@ -191,9 +191,14 @@ def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
     pattern = fitted(problem.pattern, SMALL)
     pattern.check(SMALL, SMALL)
     small = replace(
-        problem, pattern=pattern.simplify(SMALL, SMALL, problem.heads), batch=min(problem.batch, SMALL_BATCH),
-        q_len=SMALL, k_len=SMALL, return_lse=True, strides=("bnhd", "bnhd", "bnhd"),
-    )  # fmt: skip
+        problem,
+        pattern=pattern.simplify(SMALL, SMALL, problem.heads),
+        batch=min(problem.batch, SMALL_BATCH),
+        q_len=SMALL,
+        k_len=SMALL,
+        return_lse=True,
+        strides=("bnhd", "bnhd", "bnhd"),
+    )
     try:
         lengths = deal(SMALL, layout.ranks, layout.lengths)
     except InvalidInput:  # in these proportions a rank would have no token

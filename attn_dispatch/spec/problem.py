@@ -107,9 +107,7 @@ class Call(NamedTuple):
 
 
 #: Arguments that are no part of a problem: who computes it, and what makes several problems of a call.
-BEYOND_A_PROBLEM = {
-    "backend", "order", "mesh", "documents", "cu_seqlens", "sink", "key_lens", "alignment",
-}  # fmt: skip
+BEYOND_A_PROBLEM = {"backend", "order", "mesh", "documents", "cu_seqlens", "sink", "key_lens", "alignment"}
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,15 @@ def compiled(backends: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
         "legend": {"labelColor": "var(--ink)", "symbolSize": 110, "orient": "bottom", "columns": 6},
         "range": {"category": {"scheme": "tableau20"}},
     }
-    found: dict[str, Any] = library().vegalite_to_vega({
-        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "background": None,
-        "data": {"name": "points"},
-        "vconcat": [_panel(each, looks, is_first=each is PANELS[0]) for each in PANELS],
-        "config": config,
-    })  # fmt: skip
+    found: dict[str, Any] = library().vegalite_to_vega(
+        {
+            "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+            "background": None,
+            "data": {"name": "points"},
+            "vconcat": [_panel(each, looks, is_first=each is PANELS[0]) for each in PANELS],
+            "config": config,
+        }
+    )
     return found
 
 

@@ -30,9 +30,13 @@ from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_alibi_slop
 _ARGUMENTS = ", ".join(f"{kind} {name}" for name, kind in SCHEMA.items())
 #: Axes and kinds of the tensors among these. Their sizes, which a graph may not know, are checked when it runs.
 _KINDS = {
-    "seq_lens": ((1,), "integer"), "key_mask": ((2,), "bool"), "documents": ((2,), "integer"),
-    "cu_seqlens": ((1,), "integer"), "alibi_slopes": ((1, 2), "float"), "bias": ((4,), "float"),
-}  # fmt: skip
+    "seq_lens": ((1,), "integer"),
+    "key_mask": ((2,), "bool"),
+    "documents": ((2,), "integer"),
+    "cu_seqlens": ((1,), "integer"),
+    "alibi_slopes": ((1, 2), "float"),
+    "bias": ((4,), "float"),
+}
 _TAGS = [
     torch.Tag.pt2_compliant_tag,
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),  # from PyTorch 2.7 on

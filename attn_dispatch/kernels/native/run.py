@@ -178,9 +178,12 @@ def specialized(
         lse = q.new_empty(lse_shape, dtype=torch.float32) if returns_lse else None
         left = q.new_empty(state_shape, dtype=torch.float32) if states else None
         short = kernel(
-            ctypes.addressof(held[0]), *at, out.data_ptr(),
-            None if lse is None else lse.data_ptr(), None if left is None else left.data_ptr(),
-        )  # fmt: skip
+            ctypes.addressof(held[0]),
+            *at,
+            out.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            None if left is None else left.data_ptr(),
+        )
         if short:
             raise MemoryError(SHORT)
         return out if lse is None else (out, lse)
