@@ -23,7 +23,7 @@ RESULTS = "GPU_CHECK_CONFORMANCE"  #: the environment variable with the file to 
 TEST_S = 120  #: seconds of one test
 FIRST, LAST = ("triton", "sdpa"), "flex"  #: in the names of tests
 MOST_TEXT = 2000  #: characters of a failure that are kept
-DRY_TESTS = "tests/tuning/test_cuda_timing.py"
+DRY_TESTS = "tests/tuning/test_on_a_device.py"
 
 
 def run(path: Path, setup: Setup, seconds: float, environment: dict[str, str]) -> list[Row]:
