@@ -33,6 +33,7 @@ DOUBT_FACTOR = 4.0
 # Where the budget is short of rounds, the slowest by the first two calls are dropped.
 ENOUGH_ROUNDS = 10  #: rounds that separate candidates whose times differ by more than a tenth
 FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer fit
+FEW_ROUNDS, NEAR_RATIO = 4, 1.15  #: rounds below which all but incumbents are dropped from a smaller ratio on
 SAID_AFTER_S = 5.0  #: seconds after which a trial that a caller waits for says so
 _LOOKS_GROW = 1.25  # factor between the rounds of two looks: fewer looks mean fewer errors and less work
 
@@ -244,10 +245,12 @@ class _RoundTimer:
         least_ms = {name: each.least_ms for name, each in self.running().items()}
         fastest_ms = min(least_ms.values(), default=0.0)
         for name in [] if self.stopwatch.load.disturbed else sorted(least_ms, key=lambda name: -least_ms[name]):
-            ratio = safe_ratio(least_ms[name], fastest_ms)
-            if self._rounds_left() >= ENOUGH_ROUNDS or ratio < FAR_RATIO:
+            ratio, rounds = safe_ratio(least_ms[name], fastest_ms), self._rounds_left()
+            near = name in self.incumbents or rounds >= FEW_ROUNDS
+            if rounds >= ENOUGH_ROUNDS or ratio < (FAR_RATIO if near else NEAR_RATIO):
                 return
             self.dropped[name] = ratio
+            self.short_of_time |= {name} if ratio < FAR_RATIO else set()
 
     def run_rounds(self, min_rounds: int, max_rounds: int, start_s: float) -> Steps[None]:
         next_look = min_rounds

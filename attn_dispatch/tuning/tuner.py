@@ -315,14 +315,15 @@ class Trial:
         rate = RATE_FACTOR if candidate.name != registry.LAST_RESORT else LAST_RESORT_RATE
         least_s = self.admitted[first.title].call_ms / 1e3 * ratio / rate
         need_s = first_s + least_s * max(rate, 1.0) * ENOUGH_ROUNDS
-        may_win = ratio < rate
+        may_win, work = ratio < rate, f"{ratio:.3g} times {first.title}'s work"
         # The first candidate's calls alone may spend the budget: a second one then gets a call all the same.
         if least_s > left_s and not (may_win and self.budget_s and len(self.admitted) == 1):
             self.untried += [candidate.title] if may_win else []
-            return (
-                f"{ratio:.3g} times {first.title}'s work: at least {least_s:.3g} s at {rate:g} times its "
-                f"rate, with {left_s:.3g} s of the budget left"
-            ), need_s
+            why = f"{work}: at least {least_s:.3g} s at {rate:g} times its rate, with {left_s:.3g} s of the budget left"
+            return why, need_s
+        rounds_s = ENOUGH_ROUNDS * sum(admitted.call_ms for admitted in self.admitted.values()) / 1e3
+        if ratio > RATE_FACTOR and rounds_s + least_s > left_s:
+            return f"{work}, and the {left_s:.3g} s left of the budget are needed to compare the others", need_s
         return "", 0.0
 
     @property

@@ -178,8 +178,7 @@ def _exchanges(tokens: int, rounds: int, backward: bool) -> list[list[float]]:
 
 # --- all --------------------------------------------------------------------------------------------------------------
 
-#: By rounds and shrink.
-PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {  # by rounds and shrink
     "memory": lambda rounds, shrink: memory(shrink),
     "speed": speed,
     "exchanges": exchanges,
@@ -212,11 +211,12 @@ def tables(found: Any) -> Iterator[Table]:
         (f"{one['tokens']:,} tokens, {direction(one)}", *(ms(one[name]) for name in EXCHANGED), interval(one["ratio"]))
         for one in found.get("exchanges", ())
     ]
-    yield Table(
-        (f"dense causal, {HEADS} heads", *(f"`{name}`" for name in EXCHANGED), "`ulysses` / `ring`"),
-        rows,
-        "Exchanges between two ranks, zigzag, in turns, float32.",
-    )
+    if rows:
+        yield Table(
+            (f"dense causal, {HEADS} heads", *(f"`{name}`" for name in EXCHANGED), "`ulysses` / `ring`"),
+            rows,
+            "Exchanges between two ranks, zigzag, in turns, float32.",
+        )
 
 
 def ranks_of(one: Any) -> str:
