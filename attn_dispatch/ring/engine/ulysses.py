@@ -1,7 +1,7 @@
 """All-to-all over heads: each rank gets all tokens of some heads, attends alone, and sends the results back.
 
-It sends less than `ring` where there are many ranks, in four messages, and each rank computes in one call. Where it
-wins is measured in docs/results/ring.md, `ulysses` / `ring`. Source: Jacobs et al. 2023, DeepSpeed Ulysses.
+It sends less than `ring` where there are many ranks, in four messages, and each rank computes in one call.
+`python -m tools.bench.ring exchanges` measures where it wins. Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 """
 
 from __future__ import annotations
