@@ -148,7 +148,8 @@ def _problem(call: Call) -> tuple[Problem, Pattern]:
 def pieces(pattern: Pattern, run: range, borders: Sequence[int]) -> list[Piece]:
     """The parts of documents in a run of queries, in order; documents start and end at `borders`."""
     found = []
-    low, high = (None, 0) if isinstance(pattern, Dilated) else (pattern.bands(1, 1, ()) or ())[0][:2]
+    band = None if isinstance(pattern, Dilated) else next(iter(pattern.bands(1, 1, ()) or ()))
+    low, high = (None, 0) if band is None else (band.low, band.high)
     for start, end in pairwise(borders):
         first, stop = max(start, run.start), min(end, run.stop)
         if first >= stop:

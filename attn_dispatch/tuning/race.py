@@ -210,7 +210,7 @@ class Race:
         may_win = self._may_win(candidate.title, self.rounds.dropped.get(candidate.title, math.inf))
         disturbed = self.rounds.load.disturbed and outcome.status != "chosen"
         return candidate.measured_row(
-            **(asdict(outcome) | {"open": outcome.open or may_win or disturbed}),
+            **asdict(replace(outcome, open=outcome.open or may_win or disturbed)),
             median_ms=timing.median_ms,
             low_ms=timing.low_ms,
             high_ms=timing.high_ms,

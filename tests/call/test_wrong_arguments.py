@@ -153,7 +153,8 @@ def test_tensors_are_checked_before_they_are_cut_or_padded() -> None:
         with pytest.raises(InvalidInput, match="k and v must have one shape"):
             attend(q, k, v[:, :30], **given)
     x, values = torch.zeros(1, 5, 4, 8), torch.zeros(1, 5, 4, 6).long()
-    for given in ({}, UPPER, {"key_lens": torch.tensor([0])}):
+    several = [{}, UPPER, {"key_lens": torch.tensor([0])}]
+    for given in several:
         with pytest.raises(InvalidInput, match=r"v must be one of torch\.float16"):
             attend(x[:, :0], x, values, **given)
     for width in (8, 64):
