@@ -281,6 +281,15 @@ def test_a_candidate_with_far_less_work_runs_before_the_static_choice(work: int,
     assert tried[0] == first
 
 
+def test_far_more_work_is_not_tried_while_others_are_to_be_compared(alone: Alone) -> None:
+    alone(*(Worker(name, work=1000, call_s=0.05) for name in ("first", "close")), far := Worker("far", work=4000))
+    decision = measured(1.0)
+    assert far.calls == 0
+    assert row(decision, "far").reason.endswith("s left of the budget are needed to compare the others")
+    measured(15.0)
+    assert far.calls, "with a budget for all, it is"
+
+
 def test_the_slowest_are_skipped_if_the_budget_is_short(alone: Alone) -> None:
     """The close candidates get the rounds; those far slower in the checked call get none."""
     fast, close, far = Builder("fast", call_s=0.02), Builder("close", call_s=0.03), Builder("far", call_s=0.4)

@@ -172,6 +172,7 @@ def test_budget_is_respected(budget_s: float) -> None:
     [
         ([100.0, 105.0, 170.0], 8, {"c"}),  # far from the fastest: for fewer rounds than separate close ones
         ([100.0, 105.0, 140.0], 8, set()),
+        ([100.0, 105.0, 140.0], 3, {"c"}),
         ([100.0, 105.0, 110.0], 3, set()),
         ([100.0, 105.0, 170.0], 16, set()),
     ],
