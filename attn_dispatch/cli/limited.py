@@ -1,4 +1,4 @@
-"""One call of a backend in a process of its own, which may take so many bytes and seconds and no more."""
+"""One call of a backend in a process of its own, within limits of memory and time."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from attn_dispatch.tuning.candidates import Request
 NOTHING_TO_EXCHANGE = "no rank sees another's rows: there is nothing to exchange"
 MAX_REASONS = 2  #: in an error: those of ranks often differ only in numbers
 
-#: A trial of these exchanges, the first the incumbent's name, within so many milliseconds: see `trial.Trial.rows`.
+#: A trial of these exchanges, the first the incumbent's name, within a limit in milliseconds: see `trial.Trial.rows`.
 Measure = Callable[[Sequence[str], str, float], tuple[dict[str, Row], str | None, float]]
 
 

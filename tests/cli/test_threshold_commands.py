@@ -12,7 +12,7 @@ import pytest
 
 from attn_dispatch import profiling
 from attn_dispatch.cli import main
-from attn_dispatch.cli.plots import HEIGHT, LABEL, WIDTH, curve
+from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.thresholds import threshold_text
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.thresholds import Threshold
@@ -77,15 +77,6 @@ def test_a_picture() -> None:
     assert lines[-3].startswith("  0.40x |")
     assert [line.index("o") for line in lines if line.startswith("  1.00x |")] == [lines[-2].index("^")]
     assert lines[-1].split() == ["1,000", "2,000", "4,000", "tokens"]
-
-
-@pytest.mark.parametrize(
-    "points", [[(1000, 1e-9, 1.5, 1e9)], [(7, 1.0, 1.0, 1.0)], [(1, 0.5, 2.0, 3.0), (2, 1.0, 1.0, 1.0)]]
-)
-def test_a_picture_has_one_size(points: Any) -> None:
-    lines = curve(points, 1 << 40)
-    assert len(lines) == HEIGHT + 2
-    assert max(map(len, lines[:-1])) <= LABEL + 4 + WIDTH
 
 
 def test_inspect_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ def _to_tokens(x: Tensor, transport: Transport, layout: Layout) -> Tensor:
 
 
 def _exchanged(sent: Tensor, sends: Any, receives: Any, transport: Transport) -> Tensor:
-    """The rows received from all ranks, in the order of ranks, for the rows sent to them: so many to and from each."""
+    """The rows that all ranks send this one, in the order of ranks; `sends` and `receives` count rows for each rank."""
     sent, received = sent.contiguous(), sent.new_empty(sum(receives), *sent.shape[1:])
     others = len(sent) - sends[dist.get_rank(transport.group)]
     transport.bytes_sent += others * sent[0].numel() * sent.itemsize

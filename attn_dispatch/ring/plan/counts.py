@@ -71,7 +71,7 @@ class CountedProblem:
         return message_size(1, self.problem) * sum_dtype(self.problem.dtype).itemsize
 
     def sizes(self, tokens: int) -> tuple[int, int, int]:
-        """Bytes of q, of k and v together, and of lse, of so many tokens."""
+        """Bytes that a number of tokens takes in q, in k and v together, and in lse."""
         problem = self.problem
         lse = tokens * problem.batch * problem.heads * sum_dtype(problem.dtype).itemsize
         return tokens * self.row_bytes * problem.heads // 2, tokens * self.row_bytes * problem.kv_heads, lse

@@ -113,7 +113,7 @@ def _period(classes: Classes) -> int:
 
 
 def _positions(classes: Classes, start: int, length: int) -> Tensor:
-    """The selected ones of so many positions, int64, ascending."""
+    """The selected positions, int64, ascending."""
     import torch
 
     if len(classes) == 1:
