@@ -11,8 +11,8 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -212,24 +212,32 @@ def run(
 
 @dataclass
 class _CompiledAttention:
-    """The function of one problem in one order, compiled by its first call.
+    """The functions of one problem in one order, one for each kind of inputs, compiled by their first calls.
 
     `positions` and `places` permute inputs and results; None: no permutation.
     """
 
-    function: Callable[..., Any]
+    made: Callable[[], Callable[..., Any]]
     block_table_bytes: int
     positions: Tensor | None = None
     places: Tensor | None = None
-    ready: bool = False
+    functions: dict[Any, Callable[..., Any]] = field(default_factory=dict[Any, Callable[..., Any]])
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.functions)
 
     def __call__(self, *inputs: Tensor | None) -> Any:
-        if self.ready:
-            return self.function(*inputs)
+        # What the compiler's guards would compare, which takes longer: they are left out.
+        kind = tuple((x.stride(), x.dtype, x.requires_grad, type(x)) for x in inputs if x is not None)
+        function = self.functions.get(kind)
+        if function is not None:
+            return function(*inputs)
+        function = self.made()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about the compiler's internals
-            result = self.function(*inputs)
-        self.ready = True
+            result = function(*inputs)
+        self.functions[kind] = function
         return result
 
 
@@ -240,7 +248,7 @@ def _attention(problem: Problem, order: str) -> _CompiledAttention:
     positions = None if at is None else at.to(problem.device)
     moved = positions if stored == NATURAL else None
     back = None if moved is None else places(moved)
-    return _CompiledAttention(_function(problem, positions), block_table_bytes(problem, order), moved, back)
+    return _CompiledAttention(partial(_function, problem, positions), block_table_bytes(problem, order), moved, back)
 
 
 _compiled = DeviceCache(
@@ -258,6 +266,8 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _plain(x: Tensor) -> Tensor:
     """x contiguous, its signs in memory, with the default stride also on axes of size 1."""
+    if x.is_contiguous() and not x.is_neg() and 1 not in x.shape:
+        return x
     return x.resolve_neg().contiguous().reshape(-1).view(x.shape)
 
 
@@ -329,7 +339,9 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
         return call
     # The compiler limits kernels per code object: each problem gets a code object.
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-    return torch.compile(own, fullgraph=True, dynamic=False)
+    skip = getattr(torch.compiler, "skip_all_guards_unsafe", None)  # since torch 2.11
+    options = None if skip is None else {"guard_filter_fn": skip}
+    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
 
 
 def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:

@@ -6,6 +6,8 @@ aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
 from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.kernels.dense import DenseCall, Kernel, aten, heads_first, tokens_first, vector_aligned
+from attn_dispatch.kernels.dense import DenseCall, Kernel, aten, binding, heads_first, tokens_first, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.problem import Problem
 
@@ -35,6 +37,11 @@ class Cudnn(Kernel):
 
     grouped = True  # PyTorch's op hands its plan the heads of k and v
     stats_axes = 4  #: axes of the op's lse: [batch, heads, q_len, 1]; before PyTorch 2.9 without the 1
+
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        op = binding("_scaled_dot_product_cudnn_attention")
+        fixed = {"attn_bias": None, "compute_log_sumexp": True, "dropout_p": 0.0, "return_debug_mask": False}
+        return partial(op, is_causal=is_causal, scale=scale, **fixed)
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
@@ -87,3 +94,4 @@ BACKEND = Branched("sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn()),), ve
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run
+specialized = BACKEND.specialized

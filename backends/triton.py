@@ -8,10 +8,8 @@ all heads that share them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,10 +18,10 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
-from attn_dispatch.kernels.contract import Refusal, refuse_sinks
+from attn_dispatch.kernels.contract import Refusal, Result, refuse_sinks
 from attn_dispatch.kernels.device_cache import DeviceCache, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import (
     SMALLEST_SIDE,
     BlockConfig,
@@ -33,14 +31,16 @@ from attn_dispatch.kernels.triton.blocks import (
     parts_of,
     precision,
 )
+from attn_dispatch.kernels.triton.passes import TritonPasses
 from attn_dispatch.kernels.triton.support import (
     FUSED,
+    Launch,
     TritonKernel,
     as_float32,
     fitting_blocks,
-    grad_or_zeros,
     kernels_of,
     launch,
+    launched,
     mask_bytes,
     masks_of,
     needs_wide_offsets,
@@ -62,7 +62,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
 
 name = "triton"
-shares_builds = True
+shares_builds = specialized_trains = True
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
 BUILDING = 64  #: times a list: temporaries while it is built, which count on a CPU (by the interpreter) alone
@@ -118,17 +118,22 @@ def configuration(problem: Problem) -> str:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v)
-    seq_lens, key_mask = masks_of(tensors)
-    call = Hidden.of(problem).around(_TritonPasses(problem, seq_lens, key_mask))
-    found = differentiable(q, k, v, call, (seq_lens, key_mask)) if problem.needs_grad else call.forward(q, k, v)
+    masks = masks_of(tensors)
+    call = Hidden.of(problem).around(_passes(problem, *masks))
+    found = differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, _blocks(problem))
     return found
 
 
+def specialized(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
+) -> Callable[..., Result] | None:
+    return None if heads_first else passes.specialized(name, problem, _passes(problem, known={}), _list_bytes(problem))
+
+
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
     """The passes for queries that also see other keys (see `contract.Backend`)."""
-    kernels = _TritonPasses(problem, None, mask_bytes(key_mask))
-    return Hidden.of(problem).around(kernels)
+    return Hidden.of(problem).around(_passes(problem, None, mask_bytes(key_mask)))
 
 
 def forget(problem: Problem) -> None:
@@ -156,141 +161,132 @@ def _fitting(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
 process_state.register(process_state.READ, block_configs.cache_clear, _blocks.cache_clear)
 
 
-@dataclass(frozen=True, slots=True)
-class _TritonPasses:
-    """A problem with its masks; `key_mask` is uint8, 0 for hidden keys."""
+def _passes(
+    problem: Problem, seq_lens: Tensor | None = None, key_mask: Tensor | None = None, known: dict[Any, Any] | None = None
+) -> TritonPasses:
+    kind = TritonPasses if seq_lens is not None or key_parts(problem) is None else _InParts
+    every = covers(problem, "queries"), not problem.needs_grad or covers(problem, "keys")
+    return kind(problem, (FORWARD, BACKWARD_Q, BACKWARD_KV), _launch, seq_lens, key_mask, *every, known)
 
-    problem: Problem
-    seq_lens: Tensor | None
-    key_mask: Tensor | None
+
+class _InParts(TritonPasses):
+    """The passes of few queries."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        problem = self.problem
-        q, k, v = (x.resolve_neg() for x in (q, k, v))  # the kernels read memory as it is
-        parts = key_parts(problem) if self.seq_lens is None else None
-        if parts is not None:
-            return _in_parts(self, parts, q, k, v)
-        (out,) = _results("queries", problem, q)
-        lse = torch.full((problem.batch, problem.heads, problem.q_len), -math.inf, dtype=torch.float32, device=q.device)
-        _launch(FORWARD, self, (q, k, v, out, lse), (q, k, v))
+        problem, parts, device = self.problem, key_parts(self.problem), q.device
+        assert parts is not None
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        rows = problem.batch * problem.kv_heads * parts.parts
+        maxima, totals = torch.empty(2, rows, FEW_LANES, dtype=torch.float32, device=device)
+        sums = torch.empty(rows, FEW_LANES, problem.head_dim, dtype=torch.float32, device=device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=device)
+        lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
+        self.launched(_launch_part, parts, (q, k, v, sums, maxima, totals, self.key_mask), (q, k, v))
+        self.launched(_launch_join, PARTS, (sums, maxima, totals, out, lse), (out,))
         return out, lse
 
-    def backward(
-        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = (x.resolve_neg() for x in saved)
-        out, lse = out.contiguous(), lse.contiguous()  # the kernels know no strides of theirs
-        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
-        (dq,), (dk, dv) = _results("queries", self.problem, q), _results("keys", self.problem, k, v)
-        scaled_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
-        strided = (q, k, v, grad)
-        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)
-        _launch(BACKWARD_Q, self, tensors, strided, GRAD_LSE=grad_lse is not None)
-        _launch(BACKWARD_KV, self, (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
-        return dq, dk, dv
 
-
-def _in_parts(call: _TritonPasses, parts: KeyParts, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward pass of few queries."""
+def _launch_part(
+    call: TritonPasses, parts: KeyParts, tensors: Sequence[Tensor | None], strided: Sequence[Tensor]
+) -> Launch:
     from attn_dispatch.kernels.triton import few_queries  # imports triton
 
-    problem, mask, device = call.problem, call.key_mask, q.device
-    pairs, strided = problem.batch * problem.kv_heads, (q, k, v)
+    problem, mask = call.problem, call.key_mask
     if not is_noted(name, problem, PARTS):
-        refuse_capture(device)
-    maxima, totals = torch.empty(2, pairs * parts.parts, FEW_LANES, dtype=torch.float32, device=device)
-    sums = torch.empty(*maxima.shape, problem.head_dim, dtype=torch.float32, device=device)
-    out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
-    common: dict[str, Any] = {
-        "GROUP": problem.heads // problem.kv_heads,
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": padded(problem.head_dim),
-        "ROWS": FEW_LANES,
-    }
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        few_queries.part[(pairs * parts.parts,)](
-            *(*strided, sums, maxima, totals, mask),
-            *(stride for x in strided for stride in x.stride()),
-            *((0, 0) if mask is None else mask.stride()),
-            *(problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end),
-            *(parts.low or 0, parts.high or 0, as_float32(problem.scale)),
-            **common,
-            COLUMNS=parts.columns,
-            LOW=parts.low is not None,
-            HIGH=parts.high is not None,
-            KEY_MASK=mask is not None,
-            PRECISION=precision(problem),
-            WIDE=needs_wide_offsets(strided),
-            num_warps=4,
-            num_stages=2,
-            **FUSED,
-        )
-        few_queries.join[(problem.batch * problem.q_len * problem.heads,)](
-            *(sums, maxima, totals, out, lse, problem.heads, parts.parts, problem.q_len),
-            **common,
-            SPLITS=next_power_of_two(parts.parts),
-            num_warps=4,
-            **FUSED,
-        )
+        refuse_capture(problem.device)
+    others = (
+        *(stride for x in strided for stride in x.stride()),
+        *((0, 0) if mask is None else mask.stride()),
+        *(problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end),
+        *(parts.low or 0, parts.high or 0, as_float32(problem.scale)),
+    )
+    return launched(
+        few_queries.part,
+        problem.batch * problem.kv_heads * parts.parts,
+        problem.device,
+        tensors,
+        others,
+        COLUMNS=parts.columns,
+        LOW=parts.low is not None,
+        HIGH=parts.high is not None,
+        KEY_MASK=mask is not None,
+        PRECISION=precision(problem),
+        WIDE=needs_wide_offsets(strided),
+        num_stages=2,
+        **_common(problem),
+    )
+
+
+def _launch_join(
+    call: TritonPasses, kernel: str, tensors: Sequence[Tensor | None], strided: Sequence[Tensor]
+) -> Launch:
+    from attn_dispatch.kernels.triton import few_queries  # imports triton
+
+    problem, parts = call.problem, key_parts(call.problem)
+    assert parts is not None
+    others, splits = (problem.heads, parts.parts, problem.q_len), next_power_of_two(parts.parts)
+    programs = problem.batch * problem.q_len * problem.heads
+    found = launched(
+        few_queries.join, programs, problem.device, tensors, others, SPLITS=splits, **_common(problem)
+    )
     note(name, problem, PARTS)
-    return out, lse
+    return found
 
 
-def _results(side: Side, problem: Problem, *like: Tensor) -> list[Tensor]:
-    """Contiguous tensors with these shapes; zeros where some rows are in no tile."""
-    new = torch.empty if covers(problem, side) else torch.zeros
-    return [new(x.shape, dtype=x.dtype, device=x.device) for x in like]
+def _common(problem: Problem) -> dict[str, Any]:
+    """What both kernels of few queries are compiled for."""
+    group, d = problem.heads // problem.kv_heads, problem.head_dim
+    return {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": padded(d), "ROWS": FEW_LANES, "num_warps": 4, **FUSED}
 
 
 def _launch(
+    call: TritonPasses,
     each: TritonKernel,
-    call: _TritonPasses,
     tensors: Sequence[Tensor | None],
     strided: Sequence[Tensor],
     **constants: bool,
-) -> None:
+) -> Launch:
     """Run a kernel with the first block whose resources fit."""
-
-    def start(block: BlockConfig) -> None:
-        _launch_block(each, block, call, tensors, strided, constants)
-
-    launch(each, block_configs(each, call.problem), call.problem, start)
+    blocks = block_configs(each, call.problem)
+    return launch(each, call.problem, blocks, lambda block: _launch_block(each, block, call, tensors, strided, constants))
 
 
 def _launch_block(
     each: TritonKernel,
     block: BlockConfig,
-    call: _TritonPasses,
+    call: TritonPasses,
     tensors: Sequence[Tensor | None],
     strided: Sequence[Tensor],
     constants: dict[str, bool],
-) -> None:
+) -> Launch:
     problem, mask = call.problem, call.key_mask
     kernel, work = each.load(), _on_device(problem, each.side, block)
     heads = problem.heads if each.side == "queries" else problem.kv_heads
     programs = work.most_tiles
-    if programs * heads * problem.batch == 0:
-        return
     block_d, rest_d = parts_of(problem.head_dim)
-    kernel[(programs * heads * problem.batch,)](
-        *tensors,
-        call.seq_lens,
-        mask,
-        work.tiles,
-        work.runs,
-        work.first_tile,
-        work.kind_of,
-        *(stride for x in strided for stride in x.stride()),
-        *((0, 0) if mask is None else mask.stride()),
-        heads,
-        programs,
-        min(_in_turn(problem, each.side)[0], problem.batch * heads),
-        problem.q_len,
-        problem.k_len,
-        work.low or 0,
-        work.high or 0,
-        as_float32(problem.scale),
+    return launched(
+        kernel,
+        programs * heads * problem.batch,
+        problem.device,
+        tensors,
+        (
+            call.seq_lens,
+            mask,
+            work.tiles,
+            work.runs,
+            work.first_tile,
+            work.kind_of,
+            *(stride for x in strided for stride in x.stride()),
+            *((0, 0) if mask is None else mask.stride()),
+            heads,
+            programs,
+            min(_in_turn(problem, each.side)[0], problem.batch * heads),
+            problem.q_len,
+            problem.k_len,
+            work.low or 0,
+            work.high or 0,
+            as_float32(problem.scale),
+        ),
         GROUP=problem.heads // problem.kv_heads,
         HEAD_DIM=problem.head_dim,
         BLOCK_D=block_d,

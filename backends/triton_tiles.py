@@ -10,16 +10,17 @@ which computes the same tiles and needs no lists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
-from attn_dispatch.kernels.contract import Refusal
+from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.kernels.device_cache import is_noted, note
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
@@ -31,16 +32,18 @@ from attn_dispatch.kernels.tiles.estimates import (
     tile_table_bytes,
 )
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_lists, tile_lists_of
-from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, parts_of, precision
+from attn_dispatch.kernels.triton.passes import TritonPasses
 from attn_dispatch.kernels.triton.support import (
     FUSED,
+    Launch,
     TritonKernel,
     as_float32,
     fitting_blocks,
-    grad_or_zeros,
     kernels_of,
     launch,
+    launched,
     masks_of,
     needs_wide_offsets,
 )
@@ -49,7 +52,7 @@ from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
 name = "triton_tiles"
-shares_builds = True
+shares_builds = specialized_trains = True
 all_orders = ORDERS
 
 PATTERNS = (Dilated, Neighborhood)  #: also within Reordered
@@ -140,11 +143,19 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v)
-    hidden = masks_of(tensors)
-    call = Hidden.of(problem).around(_TritonTilePasses(problem, order, tile, *hidden))
-    found = differentiable(q, k, v, call, hidden) if problem.needs_grad else call.forward(q, k, v)
+    masks = masks_of(tensors)
+    call = Hidden.of(problem).around(_passes(problem, order, tile, *masks))
+    found = differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, tile)
     return found
+
+
+def specialized(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
+) -> Callable[..., Result] | None:
+    tile = tile_size(problem, NATURAL)
+    calls = _passes(problem, NATURAL, tile, None, None, True, True, {})
+    return None if heads_first else passes.specialized(name, problem, calls, _list_bytes(problem, NATURAL))
 
 
 forget = forget_lists
@@ -167,73 +178,53 @@ def block_configs(each: TritonKernel, problem: Problem, tile: int) -> tuple[Bloc
     return tuple(dict.fromkeys(clipped(block, tile, tile) for block in found))
 
 
-@dataclass(frozen=True, slots=True)
-class _TritonTilePasses:
-    """A problem with its masks; `key_mask` is uint8, 0 for hidden keys."""
-
-    problem: Problem
-    order: str
-    tile: int
-    seq_lens: Tensor | None
-    key_mask: Tensor | None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        problem = self.problem
-        q, k, v = (x.resolve_neg() for x in (q, k, v))  # the kernels read memory as it is
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
-        _launch(FORWARD, self, (q, k, v, out, lse), (q, k, v), {})
-        return out, lse
-
-    def backward(
-        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = (x.resolve_neg() for x in saved)
-        out, lse = out.contiguous(), lse.contiguous()  # the kernels know no strides of theirs
-        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
-        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)
-        _launch(BACKWARD_Q, self, tensors, strided, {"GRAD_LSE": grad_lse is not None})
-        _launch(BACKWARD_KV, self, (q, k, v, grad, scaled_lse, delta, dk, dv), strided, {})
-        return dq, dk, dv
+def _passes(problem: Problem, order: str, tile: int, *more: Any) -> TritonPasses:
+    return TritonPasses(problem, (FORWARD, BACKWARD_Q, BACKWARD_KV), partial(_launch, order, tile), *more)
 
 
 def _launch(
+    order: str,
+    tile: int,
+    call: TritonPasses,
     each: TritonKernel,
-    call: _TritonTilePasses,
     tensors: Sequence[Tensor | None],
     strided: Sequence[Tensor],
-    constants: Mapping[str, bool],
-) -> None:
-    problem, mask, tile = call.problem, call.key_mask, call.tile
-    kernel, lists = each.load(), tile_lists_of(problem, call.order, tile)
+    **constants: bool,
+) -> Launch:
+    problem, mask = call.problem, call.key_mask
+    kernel, lists = each.load(), tile_lists_of(problem, order, tile)
     side, heads = (lists.queries, problem.heads) if each.side == "queries" else (lists.keys, problem.kv_heads)
     assert side is not None
     places = lists.q_pos if each.side == "queries" else lists.k_pos
     block_d, rest_d = parts_of(problem.head_dim)
     branches, axes = (0, 0) if lists.reach is None else lists.reach.shape[1:3]
+    others = (
+        call.seq_lens,
+        mask,
+        lists.q_pos,
+        lists.k_pos,
+        lists.kind_of,
+        side.spans,
+        side.pairs,
+        lists.masks,
+        lists.reach,
+        *(stride for x in strided for stride in x.stride()),
+        *((0, 0) if mask is None else mask.stride()),
+        heads,
+        len(lists.q_pos) // tile,
+        len(lists.k_pos) // tile,
+        problem.q_len,
+        problem.k_len,
+        as_float32(problem.scale),
+    )
 
-    def start(block: BlockConfig) -> None:
-        kernel[(len(places) // block.rows * heads * problem.batch,)](
-            *tensors,
-            call.seq_lens,
-            mask,
-            lists.q_pos,
-            lists.k_pos,
-            lists.kind_of,
-            side.spans,
-            side.pairs,
-            lists.masks,
-            lists.reach,
-            *(stride for x in strided for stride in x.stride()),
-            *((0, 0) if mask is None else mask.stride()),
-            heads,
-            len(lists.q_pos) // tile,
-            len(lists.k_pos) // tile,
-            problem.q_len,
-            problem.k_len,
-            as_float32(problem.scale),
+    def start(block: BlockConfig) -> Launch:
+        return launched(
+            kernel,
+            len(places) // block.rows * heads * problem.batch,
+            problem.device,
+            tensors,
+            others,
             GROUP=problem.heads // problem.kv_heads,
             HEAD_DIM=problem.head_dim,
             BLOCK_D=block_d,
@@ -253,7 +244,7 @@ def _launch(
             **constants,
         )
 
-    launch(each, block_configs(each, problem, tile), problem, start)
+    return launch(each, problem, block_configs(each, problem, tile), start)
 
 
 def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:

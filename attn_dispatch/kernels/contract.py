@@ -75,6 +75,7 @@ class Backend:
       what `run` does, with the same bits, for calls without other tensors and gradients whose q, k and v have these
       shapes, strides and dtypes; what depends on those alone is done once. With `heads_first`, q, k, v and out are
       [batch, heads, len, head_dim]. None where it gains nothing. Trials measure and check it in the place of `run`.
+    * `specialized_trains: bool`: it is asked of calls with gradients too.
     * `configuration(problem) -> str`: how it is set for a problem on this machine; `explain` shows it.
 
     `run`, and what it returns for the backward pass, are called by several threads at once, and in inference mode.
@@ -94,6 +95,7 @@ class Backend:
     partial: Callable[..., Passes] | None = None
     run_documents: Callable[..., Result] | None = None
     specialized: Callable[..., Callable[..., Result] | None] | None = None
+    specialized_trains: bool = False
     configuration: Callable[..., str] | None = None
 
     def version(self) -> str:
@@ -185,16 +187,18 @@ def runner(backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor
     return found or (run if order == NATURAL else partial(run, order=order))
 
 
-def is_plain(problem: Problem) -> bool:
-    """Whether calls have no tensors besides q, k and v, no gradients and no dropout, so that `specialized` is asked."""
-    return not (problem.needs_grad or problem.dropout_p or problem.masked or problem.score_terms)
+def asks_specialized(backend: Backend, problem: Problem) -> bool:
+    """Whether `specialized` is asked: of calls without tensors besides q, k and v, and without dropout."""
+    odd = problem.dropout_p or problem.masked or problem.score_terms
+    odd = odd or (problem.needs_grad and not backend.specialized_trains)
+    return backend.specialized is not None and not odd
 
 
 def specialized(
     backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor, ...], *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
     """What the backend's `specialized` gives for q, k and v like these; None where it cannot be asked."""
-    if backend.specialized is None or order != NATURAL or not is_plain(problem):
+    if backend.specialized is None or order != NATURAL or not asks_specialized(backend, problem):
         return None
     return backend.specialized(problem, *tensors, heads_first=heads_first)
 

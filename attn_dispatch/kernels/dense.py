@@ -7,6 +7,7 @@ longer than a small attention.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,14 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
 
 aten = torch.ops.aten
-# The binding saves 2 to 3 us a call over the same op reached through `torch.ops`.
-_cpu_flash: Any = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None) or (
-    aten._scaled_dot_product_flash_attention_for_cpu
-)
+
+
+def binding(name: str) -> Any:
+    """torch's binding of an op, which saves 2 to 3 us a call over the same op reached through `torch.ops`."""
+    return getattr(torch, name, None) or getattr(aten, name)
+
+
+_cpu_flash = binding("_scaled_dot_product_flash_attention_for_cpu")
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 CUDA_HEAD_ALIGN = 8  #: elements; the CUDA kernels read rows in whole vectors
@@ -102,11 +107,35 @@ class Kernel:
         """
         raise NotImplementedError
 
-    def specialized(
-        self, is_causal: bool, scale: float, heads_first: bool
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """A function of q, k, v and problem, with last stride 1; None: there is none. See `contract.Backend`."""
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]] | None:
+        """The op, bound to all but q, k and v with heads first and last stride 1: out, lse, and what is not used. None:
+        calls need more than the op.
+        """
         return None
+
+    def specialized(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, heads_first: bool
+    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """A function of tensors like q, k and v, and of the problem; None: there is none. See `contract.Backend`."""
+        call = self.bound(is_causal, scale)
+        if call is None or any(x.stride(-1) != 1 for x in (q, k, v)):
+            return None
+        # The CUDA kernels read whole vectors: of tensors as vector_aligned leaves them, addresses alone can differ.
+        vectors = q.device.type != "cpu"
+        if vectors and not all(vector_aligned(x) is x for x in (q, k, v)):
+            return None
+
+        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+            if vectors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
+                q, k, v = map(vector_aligned, (q, k, v))
+            if not heads_first:
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out, lse, *_ = call(q, k, v)
+            if problem.return_lse:  # some add an axis, or rows
+                lse = lse.reshape(*out.shape[:2], -1)[:, :, : out.shape[2]]
+            return out if heads_first else out.transpose(1, 2), lse
+
+        return run
 
 
 class CpuFlash(Kernel):
@@ -122,17 +151,8 @@ class CpuFlash(Kernel):
         out, lse = _cpu_flash(q, k, v, 0.0, call.is_causal, attn_mask=call.mask, scale=call.scale)
         return out.transpose(1, 2), lse
 
-    def specialized(self, is_causal: bool, scale: float, heads_first: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-        def run_heads_first(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-            out, lse = _cpu_flash(q, k, v, 0.0, is_causal, scale=scale)
-            return out, lse
-
-        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            out, lse = _cpu_flash(q, k, v, 0.0, is_causal, scale=scale)
-            return out.transpose(1, 2), lse
-
-        return run_heads_first if heads_first else run
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        return partial(_cpu_flash, dropout_p=0.0, is_causal=is_causal, scale=scale)
 
     def backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
@@ -148,6 +168,10 @@ class CudaFlash(Kernel):
     """`_scaled_dot_product_flash_attention`: float16 and bfloat16, capability 8.0 and newer, no mask."""
 
     grouped = torch.version.hip is None  # by flash_api.cpp of CUDA builds
+
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        op = binding("_scaled_dot_product_flash_attention")
+        return partial(op, dropout_p=0.0, is_causal=is_causal, return_debug_mask=False, scale=scale)
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
@@ -170,6 +194,10 @@ class CudaEfficient(Kernel):
     """`_scaled_dot_product_efficient_attention`: float16, bfloat16, float32; takes a mask in the dtype of q."""
 
     masks = True
+
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        op = binding("_scaled_dot_product_efficient_attention")
+        return partial(op, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal, scale=scale)
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         bias = _bias(call)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import formula
-from attn_dispatch.kernels.contract import Backend, adapted, is_plain, refusals_of, specialized
+from attn_dispatch.kernels.contract import Backend, adapted, asks_specialized, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
@@ -145,8 +145,7 @@ def _oracle(example: Example, counts: Tensor) -> Oracle:
 def problem_of_specialized(backend: Backend, problem: Problem) -> Problem | None:
     """The problem without gradients of which `specialized` is asked; None where it is not."""
     forward = replace(problem, needs_grad=False, bias_needs_grad=False)
-    asked = backend.specialized is not None and is_plain(forward)
-    return forward if asked and not refusals_of(backend, forward) else None
+    return forward if asks_specialized(backend, forward) and not refusals_of(backend, forward) else None
 
 
 def specialized_failures(backend: Any, problem: Problem) -> list[str]:

@@ -196,9 +196,9 @@ class Branched(Backend):
     ) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """One call of a kernel that can be specialized; None for other problems (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)
-        if plan.single is None or problem.scale <= 0 or any(x.stride(-1) != 1 for x in (q, k, v)):
+        if plan.single is None or problem.scale <= 0:
             return None
-        return kernel.specialized(plan.single.is_causal, problem.scale, heads_first)
+        return kernel.specialized(q, k, v, plan.single.is_causal, problem.scale, heads_first)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 
 #: Options of every launch: a product and a sum are one instruction, Triton's default until 3.9, which warns of its end.
 FUSED = {"enable_fp_fusion": True}
 
+T = TypeVar("T")
 _too_large: set[tuple[object, ...]] = set()  #: blocks of a kernel that turned out to need more than the GPU has
 process_state.register(process_state.FACTS, _too_large.clear)
 
@@ -154,26 +155,76 @@ def grad_or_zeros(grad: Tensor | None, out: Tensor) -> Tensor:
     return grad.resolve_neg()
 
 
-def launch(
-    each: TritonKernel, blocks: Sequence[BlockConfig], problem: Problem, start: Callable[[BlockConfig], None]
-) -> None:
-    """Start a kernel with the first block whose resources fit."""
-    errors: Any = import_module("triton.runtime.errors")
-    device = problem.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for block in blocks[:-1]:
-            tried = (each.module, each.kernel, block, problem.dtype, parts_of(problem.head_dim), device)
-            if tried in _too_large:
-                continue
-            # Triton may need more than estimated, and raises after compiling.
-            try:
-                start(block)
-            except errors.OutOfResources as error:
-                logger.debug("%s with %s: %s", each.kernel, block, error)
-                _too_large.add(tried)
+class Launch(NamedTuple):
+    """A launch of a kernel, with `others` and `constants` after the first `tensors`.
+
+    `compiled` is Triton's kernel for these arguments, None where there was nothing to compute.
+    """
+
+    kernel: Any
+    compiled: Any
+    programs: int
+    device: torch.device
+    tensors: int
+    others: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def again(self) -> Callable[..., object]:
+        """A function that makes the launch on other tensors, without Triton's look-ups: of the same shapes, strides and
+        dtypes, as aligned, on the same device.
+        """
+        if self.compiled is None:
+            return lambda *tensors: None
+        as_before = lambda *tensors: self.kernel[(self.programs,)](*tensors, *self.others, **self.constants)  # noqa: E731
+        if find_spec("triton.knobs") is None:  # before Triton 3.4 the launcher takes other arguments
+            return as_before
+        names = self.kernel.arg_names[self.tensors :]
+        given = dict(zip(names, self.others)) | self.constants
+        tail = [x.data_ptr() if isinstance(x, Tensor) else x for x in (given[name] for name in names)]
+        runtime: Any = import_module("triton.knobs").runtime
+        active: Any = import_module("triton.runtime.driver").driver.active
+        stream_of, current, several = active.get_current_stream, active.get_current_device, torch.cuda.device_count() > 1
+        kernel, launch, programs, at = self.compiled, self.compiled.run, self.programs, self.device.index
+
+        def launch_again(*tensors: Tensor | None) -> None:
+            hook = runtime.launch_enter_hook
+            if getattr(hook, "calls", hook) or (several and current() != at):  # a profiler listens
+                with torch.cuda.device(self.device):  # self keeps the tensors of `tail`, too
+                    as_before(*tensors)
             else:
-                return
-        start(blocks[-1])
+                launch(programs, 1, 1, stream_of(at), kernel.function, kernel.packed_metadata, None, None, None, *tensors, *tail)
+
+        return launch_again
+
+
+def launched(
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    tensors: Sequence[Tensor | None],
+    others: tuple[Any, ...],
+    **constants: Any,
+) -> Launch:
+    """Launch a kernel with so many programs."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        compiled = kernel[(programs,)](*tensors, *others, **constants) if programs else None
+        return Launch(kernel, compiled, programs, device, len(tensors), others, constants)
+
+
+def launch(each: TritonKernel, problem: Problem, blocks: Sequence[BlockConfig], start: Callable[[BlockConfig], T]) -> T:
+    """What `start` returns of the first block whose resources fit."""
+    errors: Any = import_module("triton.runtime.errors")
+    for block in blocks[:-1]:
+        tried = (each.module, each.kernel, block, problem.dtype, parts_of(problem.head_dim), problem.device)
+        if tried in _too_large:
+            continue
+        # Triton may need more than estimated, and raises after compiling.
+        try:
+            return start(block)
+        except errors.OutOfResources as error:
+            logger.debug("%s with %s: %s", each.kernel, block, error)
+            _too_large.add(tried)
+    return start(blocks[-1])
 
 
 def needs_wide_offsets(tensors: Sequence[Tensor]) -> bool:

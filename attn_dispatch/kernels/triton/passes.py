@@ -1,0 +1,103 @@
+"""The passes of the Triton backends: their results, and what of a launch is kept for calls that are alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
+from attn_dispatch.kernels.contract import Result
+from attn_dispatch.kernels.device_cache import capturing
+from attn_dispatch.kernels.hidden import may_hide
+from attn_dispatch.kernels.triton.support import Launch, TritonKernel, grad_or_zeros
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import forward_ad
+
+MOST_KEPT = 2**20  #: bytes of lists that a function keeps; thousands may be alive
+ALIGNMENT = 16  #: bytes; Triton compiles for addresses that are multiples, and for others
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPasses:
+    """A call without its q, k and v.
+
+    Args:
+        kernels: of the forward pass, of dq, and of dk and dv.
+        launch: launches one of them: takes this object, the kernel, its tensors, those with strides, and constants.
+        key_mask: uint8, 0 for hidden keys.
+        every_query, every_key: whether each is in a tile; other rows have no keys, or no queries.
+        known: where all calls have q, k and v of the same shapes and strides, and no masks: what their launches need.
+    """
+
+    problem: Problem
+    kernels: tuple[TritonKernel, TritonKernel, TritonKernel]
+    launch: Callable[..., Launch]
+    seq_lens: Tensor | None = None
+    key_mask: Tensor | None = None
+    every_query: bool = True
+    every_key: bool = True
+    known: dict[Hashable, Callable[..., object]] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        problem = self.problem
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()  # the kernels read memory as it is
+        out = (torch.empty if self.every_query else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
+        if not self.every_query:
+            lse.fill_(-math.inf)
+        self.launched(self.launch, self.kernels[0], (q, k, v, out, lse), (q, k, v))
+        return out, lse
+
+    def backward(
+        self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, lse = (x.resolve_neg() for x in saved)
+        out, lse = out.contiguous(), lse.contiguous()  # the kernels know no strides of theirs
+        grad, grad_lse = grad_or_zeros(grad, out), None if grad_lse is None else grad_lse.resolve_neg().contiguous()
+        dq = (torch.empty if self.every_query else torch.zeros)(q.shape, dtype=q.dtype, device=q.device)
+        new = torch.empty if self.every_key else torch.zeros
+        dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
+        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)
+        self.launched(self.launch, self.kernels[1], tensors, strided, GRAD_LSE=grad_lse is not None)
+        self.launched(self.launch, self.kernels[2], (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
+        return dq, dk, dv
+
+    def launched(
+        self,
+        launch: Callable[..., Launch],
+        kernel: Hashable,
+        tensors: Sequence[Tensor | None],
+        strided: Sequence[Tensor],
+        **constants: bool,
+    ) -> None:
+        """Launch a kernel, as an earlier call did if there was one."""
+        if self.known is None:
+            launch(self, kernel, tensors, strided, **constants)
+            return
+        address = 0
+        for x in tensors:
+            address |= 0 if x is None else x.data_ptr()
+        key = (kernel, strided[-1].stride(), address % ALIGNMENT == 0, *constants.values())
+        again = self.known.get(key)
+        if again is not None and not capturing(self.problem.device):  # a graph has to keep what the launch reads
+            again(*tensors)
+        else:
+            self.known[key] = launch(self, kernel, tensors, strided, **constants).again()
+
+
+def specialized(name: str, problem: Problem, passes: TritonPasses, list_bytes: int) -> Callable[..., Result] | None:
+    """A function of a backend as `contract.Backend` has it, by passes that keep what their launches need."""
+    if problem.device.type != "cuda" or list_bytes > MOST_KEPT or may_hide(problem):
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(name, q, k, v)
+        return differentiable(q, k, v, passes) if problem.needs_grad else passes.forward(q, k, v)
+
+    return run
