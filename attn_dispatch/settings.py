@@ -53,6 +53,8 @@ timeout_s = Number("ATTN_DISPATCH_TIMEOUT_S", 30.0, 0.1, 1e6, "a number from 0.1
 max_cache_mb = Number("ATTN_DISPATCH_CACHE_MB", 256.0, sys.float_info.min, math.inf, "a number > 0")
 #: Share of the time of calls that trials beside them may take, in mode `online`.
 overhead_share = Number("ATTN_DISPATCH_OVERHEAD", 0.05, 0.0, 1.0, "a number from 0 to 1")
+#: Share that counts, where calls on CUDA are compared, of the host's time beyond the device's.
+host_share = Number("ATTN_DISPATCH_HOST_SHARE", 0.25, 0.0, 1.0, "a number from 0 to 1")
 
 
 def mode() -> str:

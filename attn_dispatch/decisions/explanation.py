@@ -145,6 +145,8 @@ def _cells(candidate: Row, best_ms: float | None) -> list[str]:
     remarks = [candidate.reason] if candidate.reason else []
     if first_ms is not None and median_ms is not None and first_ms > SLOW_START * median_ms:
         remarks.append(f"first call {milliseconds(first_ms)}")
+    if candidate.device_ms is not None and candidate.host_ms is not None:
+        remarks.append(f"device {milliseconds(candidate.device_ms)}, host {milliseconds(candidate.host_ms)}")
     verdict = ": ".join(filter(None, (candidate.status.replace("_", " "), "; ".join(remarks))))
     memory = "-" if candidate.peak_bytes is None else gib(candidate.peak_bytes)
     error = "-" if candidate.error is None else f"{candidate.error:.1e}"

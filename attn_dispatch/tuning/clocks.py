@@ -2,7 +2,7 @@
 
 An event is a time stamp taken by the device. On CUDA the calls of a sample are enqueued while the device is busy with
 something else, so that they follow one another as in a model whose queue is ahead; what the host needs to enqueue them
-is timed apart, and the longer time counts. Samples have a warm cache: q, k and v are usually just written.
+is timed apart, and counts as `settings.host_share` says. Samples have a warm cache: q, k and v are usually just written.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn_dispatch.machine.load import DISTURBED_PER_S, NO_LOAD, Load
+from attn_dispatch.settings import host_share
 
 if TYPE_CHECKING:
     import torch
@@ -211,7 +212,7 @@ def cuda_sample(
 class CudaStopwatch(Stopwatch):
     """A stopwatch by CUDA events on the device's current stream.
 
-    A sample is the longer of the device's and the host's time: either may be what a program waits for. Before the
+    A sample is the device's time, and a share of what the host takes longer, which a queue hides in part. Before the
     first sample, and after a pause, the device multiplies matrices until its clocks are those of work.
     """
 
@@ -230,10 +231,10 @@ class CudaStopwatch(Stopwatch):
         self._samples: defaultdict[Call, list[CudaSample]] = defaultdict(list)
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
-        """Milliseconds per call: the longer of the device's time between two events and the host's time."""
+        """Milliseconds per call: the device's time between two events, and `host_share` of what the host's is longer."""
         sample = self._sample(call, repeats)
         self._samples[call].append(sample)
-        return max(sample.device_ms, sample.host_ms)
+        return sample.device_ms + host_share() * max(0.0, sample.host_ms - sample.device_ms)
 
     def device_ms(self, call: Call) -> float | None:
         """Milliseconds of one call on the device, the median of the samples so far; None without any."""

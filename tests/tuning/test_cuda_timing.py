@@ -61,12 +61,14 @@ def test_the_host_runs_ahead_of_the_device(stream: Stream) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel_ms", "enqueue_ms", "expected_ms"), [(0.3, 0.2, 0.3), (0.2, 0.3, 0.3), (0.01, 0.05, 0.05)]
+    ("kernel_ms", "enqueue_ms", "share", "expected_ms"),
+    [(0.3, 0.2, "", 0.3), (0.2, 0.3, "", 0.225), (0.01, 0.05, "", 0.02), (0.2, 0.3, "0", 0.2), (0.2, 0.3, "1", 0.3)],
 )
-def test_a_sample_is_the_longer_of_both_times(
-    kernel_ms: float, enqueue_ms: float, expected_ms: float, stream: Stream
+def test_a_sample_is_the_devices_time_and_a_share_of_the_hosts(
+    kernel_ms: float, enqueue_ms: float, share: str, expected_ms: float, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not their sum, by which the host's time decided between short calls."""
+    """On an H100, 0.588 ms of the device and 1.377 of the host: better than 1.055 and 1.22 wherever a queue runs."""
+    monkeypatch.setenv("ATTN_DISPATCH_HOST_SHARE", share)
     stream.kernel_ms, stream.enqueue_ms = kernel_ms, enqueue_ms
     stopwatch = watch(stream)
     samples = [stopwatch.mean_ms(stream.kernel) for _ in range(3)]
