@@ -7,7 +7,7 @@ longer than a small attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,13 +82,13 @@ class Kernel:
     """Dense attention.
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
-    takes the gradient of lse. `allocates`: copies of rows, or sums in a wider dtype.
+    takes the gradient of lse. `allocates`: copies of rows, or sums in a wider dtype. `reads_vectors`: see `vector_aligned`.
     """
 
     grouped = False
     masks = False
     takes_grad_lse = False
-    allocates = True
+    allocates = reads_vectors = True
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         """out like q, or in `sum_dtype`, and lse [batch, heads, q_len].
@@ -120,8 +120,7 @@ class Kernel:
         call = self.bound(is_causal, scale)
         if call is None or any(x.stride(-1) != 1 for x in (q, k, v)):
             return None
-        # The CUDA kernels read whole vectors: of tensors as vector_aligned leaves them, addresses alone can differ.
-        vectors = q.device.type != "cpu"
+        vectors = self.reads_vectors  # of tensors as vector_aligned leaves them, addresses alone can differ
         if vectors and not all(vector_aligned(x) is x for x in (q, k, v)):
             return None
 
@@ -144,7 +143,7 @@ class CpuFlash(Kernel):
     # Tested with 2.13; older releases get one key head per query head.
     grouped = VERSION >= (2, 13)
     masks = True
-    allocates = False
+    allocates = reads_vectors = False
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         q, k, v = heads_first(call.q), heads_first(call.k), heads_first(call.v)
@@ -234,22 +233,28 @@ def tokens_first(head_dim: int, *results: Tensor) -> tuple[Tensor, ...]:
 
 def vector_aligned(x: Tensor) -> Tensor:
     """x with rows padded and aligned to whole vectors: a misaligned read destroys the CUDA context."""
+    if _in_vectors(x.shape, x.stride(), x.itemsize) and not x.is_neg() and not _address(x) % VECTOR_BYTES:
+        return x
     x = x.resolve_neg()  # not every library does
     missing = -x.shape[-1] % CUDA_HEAD_ALIGN
     if missing:
         # pad keeps the memory order, in which head_dim may not be last.
         return pad(x, (0, missing)).contiguous()
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(maxsize=4096)
+def _in_vectors(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Whether rows of this layout are whole vectors, apart from the address of the first."""
+    *outer, last = strides
     # The memory-efficient kernel also checks the stride of an axis of one element, which may be any number.
-    aligned = all(stride * x.itemsize % VECTOR_BYTES == 0 for stride in x.stride()[:-1])
-    return x if aligned and _whole_rows(x) else x.clone(memory_format=torch.contiguous_format)
+    whole = all(stride * itemsize % VECTOR_BYTES == 0 and (stride or n == 1) for n, stride in zip(shape, outer))
+    return whole and last == 1 and shape[-1] % CUDA_HEAD_ALIGN == 0
 
 
-def _whole_rows(x: Tensor) -> bool:
-    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
-    whole = all(stride and stride * x.itemsize % VECTOR_BYTES == 0 for stride in strides)
-    # A meta tensor has no address: use its offset.
-    start = x.storage_offset() * x.itemsize if x.device.type == "meta" else x.data_ptr()
-    return whole and x.stride(-1) == 1 and start % VECTOR_BYTES == 0
+def _address(x: Tensor) -> int:
+    """Of the first entry; a meta tensor has none: its offset."""
+    return x.storage_offset() * x.itemsize if x.device.type == "meta" else x.data_ptr()
 
 
 def _bias(call: DenseCall) -> Tensor | None:
@@ -258,7 +263,9 @@ def _bias(call: DenseCall) -> Tensor | None:
         return None
     (batch, q_len, heads, _), keys = call.q.shape, call.k.shape[1]
     mask = call.mask.to(call.q.dtype)
-    if not _whole_rows(mask):
+    row_strides = [stride for stride, n in zip(mask.stride()[:-1], mask.shape) if n > 1]
+    whole = all(stride and stride * mask.itemsize % VECTOR_BYTES == 0 for stride in row_strides)
+    if not whole or mask.stride(-1) != 1 or _address(mask) % VECTOR_BYTES:
         # With the last axis padded to whole vectors, all other strides are multiples of one.
         room = mask.new_empty(*mask.shape[:3], keys + -keys % CUDA_HEAD_ALIGN)
         mask = room[..., :keys].copy_(mask)

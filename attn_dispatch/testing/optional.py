@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels import formula
+from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, adapted, asks_specialized, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
@@ -143,15 +144,15 @@ def _oracle(example: Example, counts: Tensor) -> Oracle:
 
 
 def problem_of_specialized(backend: Backend, problem: Problem) -> Problem | None:
-    """The problem without gradients of which `specialized` is asked; None where it is not."""
-    forward = replace(problem, needs_grad=False, bias_needs_grad=False)
+    """The problem of which `specialized` is asked, without gradients unless it takes them; None where it is not."""
+    forward = replace(problem, needs_grad=backend.specialized_trains and problem.needs_grad, bias_needs_grad=False)
     return forward if asks_specialized(backend, forward) and not refusals_of(backend, forward) else None
 
 
 def specialized_failures(backend: Any, problem: Problem) -> list[str]:
     """Where its functions do otherwise than `run`, also for other tensors than those that they were made for."""
     example = make(problem)
-    inputs: tuple[Tensor, ...] = (example.q, example.k, example.v)
+    inputs = tuple(x.requires_grad_(problem.needs_grad) for x in (example.q, example.k, example.v))
     failures: list[str] = []
     for heads_first, axes in ((False, ""), (True, "heads first: ")):
         call = specialized(backend, NATURAL, problem, _of_axes(inputs, heads_first), heads_first=heads_first)
@@ -163,11 +164,17 @@ def specialized_failures(backend: Any, problem: Problem) -> list[str]:
                 result = call(*_of_axes(given, heads_first), problem)
             expected = backend.run(*given, problem)
             failures += [f"{axes}{other}{each}" for each in _differences(result, expected, problem, heads_first)]
-            tensors = result if isinstance(result, tuple) else (result,)
-            results += [(x, x.clone()) for x in tensors if x is not None]
+            if problem.needs_grad and not failures:
+                found, wanted = (gradients(_tensors(x)[:1], given, _tensors(x)[:1]) for x in (result, expected))
+                failures += [f"{axes}{other}gradients differ"] * (not all(map(torch.equal, found, wanted)))
+            results += [(x, x.clone()) for x in _tensors(result)]
         if not all(torch.equal(x, known) for x, known in results):
             failures.append(f"{axes}a second call changed the result of the first")
     return failures
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    return tuple(x for x in (result if isinstance(result, tuple) else (result,)) if x is not None)
 
 
 def _of_axes(inputs: tuple[Tensor, ...], heads_first: bool) -> tuple[Tensor, ...]:
@@ -177,7 +184,7 @@ def _of_axes(inputs: tuple[Tensor, ...], heads_first: bool) -> tuple[Tensor, ...
 def _halved(x: Tensor) -> Tensor:
     """A tensor of the same strides and offset in other memory, with -x/2 in it and what lies around it."""
     memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()) * -0.5
-    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset()).requires_grad_(x.requires_grad)
 
 
 def _differences(found: Any, expected: Any, problem: Problem, heads_first: bool) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Passes
+from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import BranchPlan, plan_of
 from attn_dispatch.kernels.contract import Backend, Refusal, refuse_pattern, refuse_sinks
@@ -154,6 +154,7 @@ class Branched(Backend):
     variants: tuple[Variant, ...]
     library_version: Callable[[], str] = torch_version
     also: Callable[[Problem], list[Refusal]] = lambda problem: []
+    specialized_trains = True
 
     def version(self) -> str:
         return self.library_version()
@@ -194,11 +195,16 @@ class Branched(Backend):
     def specialized(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
     ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """One call of a kernel that can be specialized; None for other problems (see `contract.Backend`)."""
+        """One call of an operator, else the passes of all calls alike (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)
-        if plan.single is None or problem.scale <= 0:
+        if problem.scale <= 0:
             return None
-        return kernel.specialized(q, k, v, plan.single.is_causal, problem.scale, heads_first)
+        if plan.single is not None and not problem.needs_grad:
+            return kernel.specialized(q, k, v, plan.single.is_causal, problem.scale, heads_first)
+        passes = branches.passes(problem, plan, kernel, {})
+        if heads_first or not isinstance(passes, branches.BranchPasses):  # a CUDA graph may need what hides keys
+            return None
+        return lambda q, k, v, problem: differentiable(q, k, v, passes) if problem.needs_grad else passes.forward(q, k, v)
 
 
 @lru_cache(maxsize=4096)
