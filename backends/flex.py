@@ -266,9 +266,14 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _plain(x: Tensor) -> Tensor:
     """x contiguous, its signs in memory, with the default stride also on axes of size 1."""
-    if x.is_contiguous() and not x.is_neg() and 1 not in x.shape:
+    if x.stride() == _strides(x.shape) and not x.is_neg():
         return x
     return x.resolve_neg().contiguous().reshape(-1).view(x.shape)
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _masks(tensors: dict[str, Tensor]) -> list[Tensor | None]:
@@ -340,8 +345,7 @@ def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
     # The compiler limits kernels per code object: each problem gets a code object.
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
     skip = getattr(torch.compiler, "skip_all_guards_unsafe", None)  # since torch 2.11
-    options = None if skip is None else {"guard_filter_fn": skip}
-    return torch.compile(own, fullgraph=True, dynamic=False, options=options)
+    return torch.compile(own, fullgraph=True, dynamic=False, options=skip and {"guard_filter_fn": skip})
 
 
 def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:
