@@ -162,7 +162,10 @@ process_state.register(process_state.READ, block_configs.cache_clear, _blocks.ca
 
 
 def _passes(
-    problem: Problem, seq_lens: Tensor | None = None, key_mask: Tensor | None = None, known: dict[Any, Any] | None = None
+    problem: Problem,
+    seq_lens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    known: dict[Any, Any] | None = None,
 ) -> TritonPasses:
     kind = TritonPasses if seq_lens is not None or key_parts(problem) is None else _InParts
     every = covers(problem, "queries"), not problem.needs_grad or covers(problem, "keys")
@@ -226,9 +229,7 @@ def _launch_join(
     assert parts is not None
     others, splits = (problem.heads, parts.parts, problem.q_len), next_power_of_two(parts.parts)
     programs = problem.batch * problem.q_len * problem.heads
-    found = launched(
-        few_queries.join, programs, problem.device, tensors, others, SPLITS=splits, **_common(problem)
-    )
+    found = launched(few_queries.join, programs, problem.device, tensors, others, SPLITS=splits, **_common(problem))
     note(name, problem, PARTS)
     return found
 
@@ -248,7 +249,9 @@ def _launch(
 ) -> Launch:
     """Run a kernel with the first block whose resources fit."""
     blocks = block_configs(each, call.problem)
-    return launch(each, call.problem, blocks, lambda block: _launch_block(each, block, call, tensors, strided, constants))
+    return launch(
+        each, call.problem, blocks, lambda block: _launch_block(each, block, call, tensors, strided, constants)
+    )
 
 
 def _launch_block(

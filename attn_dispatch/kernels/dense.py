@@ -82,7 +82,7 @@ class Kernel:
     """Dense attention.
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
-    takes the gradient of lse. `allocates`: copies of rows, or sums in a wider dtype. `reads_vectors`: see `vector_aligned`.
+    takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
     """
 
     grouped = False

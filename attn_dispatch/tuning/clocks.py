@@ -2,7 +2,7 @@
 
 An event is a time stamp taken by the device. On CUDA the calls of a sample are enqueued while the device is busy with
 something else, so that they follow one another as in a model whose queue is ahead; what the host needs to enqueue them
-is timed apart, and counts as `settings.host_share` says. Samples have a warm cache: q, k and v are usually just written.
+is timed apart, and counts by `settings.host_share`. Samples have a warm cache: q, k and v are usually just written.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class CudaStopwatch(Stopwatch):
         self._samples: defaultdict[Call, list[CudaSample]] = defaultdict(list)
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
-        """Milliseconds per call: the device's time between two events, and `host_share` of what the host's is longer."""
+        """Milliseconds per call: the device's time, and `host_share` of what the host's is longer."""
         sample = self._sample(call, repeats)
         self._samples[call].append(sample)
         return sample.device_ms + host_share() * max(0.0, sample.host_ms - sample.device_ms)

@@ -30,6 +30,7 @@ FINE_ROUNDS = 24  #: rounds after which medians are precise enough and only open
 TIME_LIMITS_S = {FINE_ROUNDS: 10.0, 300: 0.5}
 #: Factor on `hopeless` for the incumbent and for a disturbed sample: dropped only where there is no doubt.
 DOUBT_FACTOR = 4.0
+LATE = 0.75, 2.0  #: share of `hopeless`, and this factor, by which long first calls are not made again for lack of time
 # Where the budget is short of rounds, the slowest by the first two calls are dropped.
 ENOUGH_ROUNDS = 10  #: rounds that separate candidates whose times differ by more than a tenth
 FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer fit
@@ -113,9 +114,9 @@ def sampled_in_rounds(
     Yields, before each candidate's sample, the seconds that it is expected to take.
 
     Round 0 finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). It runs whatever the
-    budget; but where that is used up, what was hopeless by a long first call is dropped without another. Then
-    every candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a
-    disturbed race, only past four times that. Both of its runs must exceed the ratio.
+    budget; but where that is short, what was slow by a long first call is dropped without another. Then every candidate
+    over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a disturbed race, only
+    past four times that. Both of its runs must exceed the ratio.
 
     From ``min_rounds`` on, at growing distances, the comparisons are tested. A candidate is retired where another one
     surely beats it by more than ``margin``, or where it surely does not beat the incumbent by that much; its samples
@@ -211,17 +212,16 @@ class _RoundTimer:
                 self.candidates[name] = _Timed(call, first_ms)
 
     def run_warm_round(self) -> Steps[None]:
-        hopeless = self._hopeless({name: each.first_ms for name, each in self.candidates.items()})
+        first_ms = {name: each.first_ms for name, each in self.candidates.items()}
+        late = self._hopeless(first_ms, *(LATE if self.short_of_rounds else ()))
+        for name in sorted(late, key=lambda name: -late[name]):
+            if first_ms[name] > ONE_TIME_MS and (self._rounds_left() < ENOUGH_ROUNDS or self.clock() >= self.end_s):
+                self.candidates[name].samples_ms.append(first_ms[name])
+                self.dropped[name] = late[name]
         for name, each in self._shuffled():
-            over = self.clock() >= self.end_s
-            late = name in hopeless and (over or self._rounds_left() < ENOUGH_ROUNDS)
-            if late and each.first_ms > ONE_TIME_MS:
-                each.samples_ms.append(each.first_ms)
-                self.dropped[name] = hopeless[name]
-                continue
             yield each.first_ms / 1e3
             with ending_on_failure(name, self.failures, self.around):
-                if late and over:
+                if name in late and self.clock() >= self.end_s:
                     sample_ms = self.stopwatch.mean_ms(each.call)
                 else:
                     each.repeats, sample_ms = calibrate(self.stopwatch, each.call)
@@ -294,14 +294,16 @@ class _RoundTimer:
         self.order.shuffle(running)
         return running
 
-    def _hopeless(self, times_ms: Mapping[str, float]) -> dict[str, float]:
+    def _hopeless(
+        self, times_ms: Mapping[str, float], share: float = 1, doubt: float = DOUBT_FACTOR
+    ) -> dict[str, float]:
         """The ratios to the fastest of the candidates that are hopeless by these times."""
         costs_ms = {name: time_ms + self.extra_ms.get(name, 0.0) for name, time_ms in times_ms.items()}
         fastest_ms, found = min(costs_ms.values(), default=0.0), dict[str, float]()
         for name, cost_ms in costs_ms.items():
             ratio = safe_ratio(cost_ms, fastest_ms)
             doubtful = self.stopwatch.load.disturbed or name in self.incumbents
-            if ratio > self.hopeless * (DOUBT_FACTOR if doubtful else 1.0):
+            if ratio > self.hopeless * share * (doubt if doubtful else 1.0):
                 found[name] = ratio
         return found
 

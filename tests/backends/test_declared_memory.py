@@ -65,7 +65,7 @@ CASES: dict[str, Callable[[int], Case]] = {
 }
 DIRECTIONS = ("forward", "backward", "backward with lse")
 DTYPES = (torch.float32, torch.bfloat16)
-SHORT, LONG = 512, 4096  #: tokens
+SHORT, LONG = 512, 2048  #: tokens
 
 
 def problem_of(name: str, tokens: int, dtype: torch.dtype, direction: str) -> Problem:

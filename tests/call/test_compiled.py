@@ -53,7 +53,7 @@ def test_a_compiled_call_and_its_gradients(pattern: Pattern, layout: str, return
         [(Neighborhood((n, n + 2), (3, 5)), n * (n + 2)) for n in range(5, 13)],
         [(Dilated((n, 4 * n), (1, 2)), 8 * n) for n in range(2, 10)],
     ],
-    3,
+    5,
     ids=["lengths", "windows", "sinks", "grids", "segments"],
 )
 def test_eight_lengths_windows_and_grids_are_two_graphs(patterns: list[tuple[Pattern, int]]) -> None:

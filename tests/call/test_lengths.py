@@ -13,7 +13,7 @@ from attn_dispatch import Dense, Dilated, Window, attend, explain
 from attn_dispatch.calls.widths import ALIGNMENTS
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import drawn, formula
-from tests.support.pairwise import crossed
+from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -73,7 +73,7 @@ def test_key_lens_with_a_sink_empty_rows_and_between_graphs() -> None:
 # --- the alignment of the first query with the first key --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("q_len", "k_len"), [(10, 25), (25, 10), (10, 10), (1, 10), (10, 1)])
+@thinned(("q_len", "k_len"), [(10, 25), (25, 10), (10, 10), (1, 10), (10, 1)], 3)
 def test_upper_left(q_len: int, k_len: int) -> None:
     """As PyTorch's causal_upper_left: query i sees the keys up to i."""
     q, k, v = tensors()

@@ -66,7 +66,7 @@ def test_an_exported_program_is_saved_and_loaded(strict: bool) -> None:
         lambda n: Dilated((n, n // 2), (2, 1)),
         lambda n: Neighborhood((n // 4, 4), (3, 3)),
     ],
-    2,
+    3,
     ids=["window", "dilated", "grid"],
 )
 def test_a_pattern_of_the_length_itself(pattern: Callable[[int], Pattern]) -> None:
@@ -92,7 +92,7 @@ def upper_of_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return compat.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-@thinned(("function", "lengths"), product([upper_masked, upper_of_sdpa], [(6, 9), (9, 6)]), 3)
+@thinned(("function", "lengths"), product([upper_masked, upper_of_sdpa], [(6, 9), (9, 6)]), 4)
 def test_the_upper_left_alignment_of_any_lengths(function: Callable[..., Any], lengths: tuple[int, int]) -> None:
     def drawn(more: int) -> list[Tensor]:
         q_len, k_len = (length + more for length in lengths)
@@ -150,7 +150,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
-@thinned("pattern", [Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2))], 2, ids=str)
+@thinned("pattern", [Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2))], 3, ids=str)
 def test_transforms_of_torch_func(pattern: Pattern) -> None:
     """vmap by folding examples into the batch, with masks; grad, vjp, jacrev and grads of single examples."""
     transforms: Any = torch.func

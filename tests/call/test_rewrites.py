@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.registry import LAST_RESORT
 from attn_dispatch.spec.problem import Call
+from tests.support import processes
 from tests.support.calls import qkv
 
 pytestmark = pytest.mark.usefixtures("little_time")
@@ -140,8 +139,7 @@ print(*calls)
 
 def test_a_hit_takes_few_functions() -> None:
     """In a process of its own: CPython 3.11 waits for ever where it profiles beside a thread that is to be ended."""
-    done = subprocess.run([sys.executable, "-c", HIT], check=True, stdout=subprocess.PIPE, text=True)
-    calls = done.stdout.split()
+    calls = processes.run(HIT).stdout.split()
     assert "rewritten" not in calls
     assert 0 < len(calls) <= 7, calls
 

@@ -20,7 +20,6 @@ from tests.support.browser import Page
 from tests.support.commands import command
 from tests.support.stored_profiles import NATIVE, SDPA
 
-EVIL = "<script>document.title = 'taken'</script>"
 OPEN_ALL = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 
 pytestmark = [

@@ -55,6 +55,7 @@ def ran(installed: Path, program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_the_release_computes_and_has_the_shipped_profiles(installed: Path) -> None:
     names = sorted(path.stem for path in (ROOT / "profiles").glob("*.json"))
     where, version, total, counts = ran(installed, "python", "-c", CODE.format(names=names)).splitlines()
@@ -65,6 +66,7 @@ def test_the_release_computes_and_has_the_shipped_profiles(installed: Path) -> N
     assert all(int(count) > 0 for count in counts.split())
 
 
+@pytest.mark.full
 def test_its_command_runs(installed: Path) -> None:
     found = json.loads(ran(installed, "attn-dispatch", "explain", "--shape", "1,64,2,16", "--json"))
     assert found

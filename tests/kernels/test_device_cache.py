@@ -49,7 +49,7 @@ def alive(tensors: list[weakref.ref[Tensor]]) -> list[bool]:
 
 @pytest.mark.parametrize(
     "backend",
-    ["flex", "tiles", *(pytest.param(x, marks=pytest.mark.full) for x in ("triton", "triton_tiles", "sdpa_mask"))],
+    ["flex", *(pytest.param(x, marks=pytest.mark.full) for x in ("tiles", "triton", "triton_tiles", "sdpa_mask"))],
 )
 @pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex", "short_trials")
 def test_tables_outlive_trials_of_others_and_graphs_all_else(

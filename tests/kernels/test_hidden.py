@@ -41,7 +41,7 @@ MASKED = [
 #: Keys that no query sees by the pattern.
 UNSEEN = [
     Case("uncovered", Dilated((30,), (3,)), (2, 60, 2, 8)),
-    Case("uncovered-grouped", Dilated((20, 60), (4, 6), is_causal=True), (2, 60, 8, 8), kv_heads=4),
+    Case("uncovered-grouped", Dilated((8, 24), (4, 6), is_causal=True), (2, 24, 4, 8), kv_heads=2),
     Case("split", Dilated((15, 60), (2, 3), heads="split"), (2, 60, 4, 8)),
     Case("uncovered-lengths", Dilated((30,), (3,)), (2, 60, 2, 8), seq_lens=True),
     Case("uncovered-reordered", Reordered(Dilated((30,), (3,)), "residue"), (2, 60, 2, 8)),

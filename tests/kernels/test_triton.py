@@ -38,6 +38,7 @@ from attn_dispatch.tuning.oracle import Oracle
 from tests.support.definition import lengths, patterns
 from tests.support.distributions import skip_without
 from tests.support.fixtures import INTERPRETED
+from tests.support.pairwise import thinned
 
 TRITON = registry.load("triton")
 
@@ -297,16 +298,17 @@ def test_results_are_deterministic() -> None:
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@pytest.mark.parametrize(
+@thinned(
     "case",
     [
-        Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
-        pytest.param(Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70), marks=pytest.mark.full),
         Case("window", Window(20, 9), (1, 70, 2, 16), kv_heads=1, key_mask=True),
-        pytest.param(Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20), marks=pytest.mark.full),
+        Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
+        Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70),
+        Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20),
         Case("longnet", Dilated((32, 64), (1, 2), True), (1, 50, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
-        pytest.param(Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)), marks=pytest.mark.full),
+        Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)),
     ],
+    6,
     ids=lambda case: case.id,
 )
 def test_tiles_of_several_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

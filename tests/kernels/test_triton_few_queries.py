@@ -21,7 +21,7 @@ from tests.support.compiling import compiled, run_alone
 from tests.support.pairwise import thinned
 
 FEW = (
-    Case("one", Dense(is_causal=True), (2, 1, 8, 16), k_len=200, kv_heads=2),
+    Case("one", Dense(is_causal=True), (2, 1, 4, 16), k_len=150, kv_heads=1),
     Case("some", Dense(is_causal=True), (1, 5, 6, 24), k_len=333, kv_heads=2, scale=-0.3),
     Case("all-keys", Dense(), (1, 3, 2, 16), k_len=100),
     Case("masked", Dense(is_causal=True), (2, 2, 4, 16), k_len=120, kv_heads=1, key_mask=True),
@@ -68,7 +68,7 @@ def test_which_keys_are_read_in_parts() -> None:
 
 
 COMPILE_FEW_QUERIES = """
-from itertools import product
+from itertools import cycle
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -78,7 +78,7 @@ from attn_dispatch.kernels.triton import few_queries
 
 TYPES = {"lse": "*fp32", "sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", "key_mask": "*u8", "scale": "fp32"}
 SIZES = {("*bf16", 64): 128, ("*bf16", 128): 64, ("*bf16", 256): 32, ("*fp32", 128): 32, ("*fp32", 256): 16}
-for (capability, wide), ((kind, width), columns) in product(((80, False), (90, True), (120, False)), SIZES.items()):
+for (capability, wide), ((kind, width), columns) in zip(cycle(((80, False), (90, True), (120, False))), SIZES.items()):
     constants = {"GROUP": 2, "HEAD_DIM": width, "BLOCK_D": width, "ROWS": 16, "COLUMNS": columns, "SPLITS": 32}
     constants |= {"LOW": True, "HIGH": True, "KEY_MASK": True, "WIDE": wide}
     constants["PRECISION"] = "tf32x3" if kind == "*fp32" and capability != 120 else "ieee"

@@ -145,9 +145,8 @@ SMALL = (
 @pytest.mark.parametrize(
     ("case", "order", "stored"),
     [
-        (*SMALL[1], True),
-        *(pytest.param(*each, True, marks=pytest.mark.full) for each in (SMALL[0], *SMALL[2:])),
-        *(pytest.param(*each, False, marks=pytest.mark.full) for each in SMALL[:5:2]),
+        *((*each, True) for each in SMALL[1::2]),
+        *((*each, False) for each in SMALL[::3]),
     ],
     ids=lambda x: {True: "masks", False: "reach"}[x] if isinstance(x, bool) else getattr(x, "id", x),
 )

@@ -219,7 +219,9 @@ def in_context_parallel(pattern: Pattern, balanced: bool) -> tuple[bool, str]:
     return right and agree([after], [exact]), error
 
 
-@pytest.mark.parametrize(("pattern", "balanced"), [(PATTERNS[0], True), (PATTERNS[1], False)], ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "balanced"), [pytest.param(PATTERNS[0], True, marks=pytest.mark.full), (PATTERNS[1], False)], ids=str
+)
 def test_context_parallel(ranks: Ranks, pattern: Pattern, balanced: bool) -> None:
     for right, error in ranks.everywhere(in_context_parallel, pattern, balanced):
         assert right

@@ -84,7 +84,7 @@ def _signalled(fault: int, passing: str) -> None:
         (signal.SIGSTOP, "forward", GATHER),
         (signal.SIGSTOP, "backward", RING),
     ],
-    3,
+    4,
     str,
 )
 def test_a_rank_that_is_lost_during_a_call(three: Ranks, fault: int, passing: str, order: str) -> None:

@@ -210,10 +210,9 @@ def test_by_name() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_float32", "native"])
-def test_backends_of_this_package(name: str) -> None:
-    """Those that take least time: the same checks of all are in tests/backends."""
-    found = conformance(registry.load(name))
+def test_a_backend_of_this_package() -> None:
+    """The one that takes least time: the same checks of all are in tests/backends."""
+    found = conformance(registry.load("sdpa_float32"))
     assert len(found.computed) >= 20
 
 

@@ -49,6 +49,7 @@ def python(code: str, site: Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_it_is_found_by_its_entry_point(installed: Path, tmp_path: Path) -> None:
     status, reason = python(USED, installed, tmp_path).splitlines()
     assert status == "not_measured"

@@ -281,6 +281,16 @@ def test_a_candidate_with_far_less_work_runs_before_the_static_choice(work: int,
     assert tried[0] == first
 
 
+def test_who_wins_most_often_is_tried_second(alone: Alone) -> None:
+    """Whatever memory and work, where they are about the same: there may be no time for a third."""
+    tried: list[str] = []
+    alone(
+        *(Worker(name, work=work, tried=tried) for name, work in {"sdpa": 1000, "other": 1000, "native": 1100}.items())
+    )
+    measured(0.5)
+    assert list(dict.fromkeys(tried)) == ["sdpa", "native", "other"]
+
+
 def test_far_more_work_is_not_tried_while_others_are_to_be_compared(alone: Alone) -> None:
     alone(*(Worker(name, work=1000, call_s=0.05) for name in ("first", "close")), far := Worker("far", work=4000))
     decision = measured(1.0)
@@ -290,10 +300,11 @@ def test_far_more_work_is_not_tried_while_others_are_to_be_compared(alone: Alone
     assert far.calls, "with a budget for all, it is"
 
 
-def test_the_slowest_are_skipped_if_the_budget_is_short(alone: Alone) -> None:
+@pytest.mark.parametrize(("place", "call_s"), [(0, 0.2), (2, 0.4)])
+def test_the_slowest_are_skipped_if_the_budget_is_short(place: int, call_s: float, alone: Alone) -> None:
     """The close candidates get the rounds; those far slower in the checked call get none."""
-    fast, close, far = Builder("fast", call_s=0.02), Builder("close", call_s=0.03), Builder("far", call_s=0.4)
-    alone(close, fast, far)
+    fast, close, far = Builder("fast", call_s=0.02), Builder("close", call_s=0.03), Builder("far", call_s=call_s)
+    alone(*(order := [close, fast])[:place], far, *order[place:])
     decision = measured(2.5)
     assert decision.choice == "fast"
     assert (row(decision, "far").status, row(decision, "far").median_ms) == ("not_measured", None)

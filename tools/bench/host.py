@@ -32,7 +32,6 @@ from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.contract import runner, specialized
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Problem
 from tools.lib.common import parser, write
 from tools.lib.tables import Table
 
@@ -78,10 +77,16 @@ def as_cuda() -> None:
     made.get_current_stream, made.set_current_device = (lambda device: 0), lambda device: None
     driver.set_active(made)
     properties = SimpleNamespace(
-        shared_memory_per_block_optin=227 << 10, L2_cache_size=50 << 20, multi_processor_count=132, total_memory=80 << 30
+        shared_memory_per_block_optin=227 << 10,
+        L2_cache_size=50 << 20,
+        multi_processor_count=132,
+        total_memory=80 << 30,
     )
     cuda: Any = torch.cuda
-    cuda.get_device_capability, cuda.get_device_properties = (lambda device=None: (9, 0)), lambda device=None: properties
+    cuda.get_device_capability, cuda.get_device_properties = (
+        (lambda device=None: (9, 0)),
+        lambda device=None: properties,
+    )
     cuda.device_count, cuda.is_current_stream_capturing, cuda.current_device = (lambda: 1), (lambda: False), lambda: 0
     cuda.device, cuda.synchronize = (lambda device: warnings.catch_warnings()), lambda device=None: None
     cuda.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)
@@ -125,7 +130,10 @@ def call_of(
     first = [torch.randn(sizes, dtype=dtype) for sizes in (shape, keys, keys)]  # tokens first
     heads_first = layout == "bhnd"
     q, k, v = ((x.transpose(1, 2).contiguous() if heads_first else x).requires_grad_(training) for x in first)
-    grad, options = torch.ones_like(q), {"scale": scale, "layout": layout, "backend": "flex" if backend == "flex" else "manual"}
+    grad, options = (
+        torch.ones_like(q),
+        {"scale": scale, "layout": layout, "backend": "flex" if backend == "flex" else "manual"},
+    )
 
     def forward() -> Tensor:
         found: Tensor = attend(q, k, v, pattern, **options)
@@ -171,14 +179,19 @@ def python_calls(call: Callable[[], object]) -> int:
 
 def tables(found: Any) -> Iterator[Table]:
     rows = [
-        (name, f"{one['us']:.1f}", f"{one['python_calls']}", "" if one["target_us"] is None else f"{one['target_us']:.1f}")
+        (
+            name,
+            f"{one['us']:.1f}",
+            f"{one['python_calls']}",
+            "" if one["target_us"] is None else f"{one['target_us']:.1f}",
+        )
         for name, one in found["calls"].items()
     ]
     yield Table(
         ("call", "microseconds", "Python functions entered", "target"),
         rows,
-        "The host's time of one attend() on a driver that does nothing, with Triton's own launcher; PyTorch's operators "
-        "are those of the CPU, in F.sdpa too. The driver's launch, 2 to 3 us each, is left out.",
+        "The host's time of one attend() on a driver that does nothing, with Triton's own launcher; PyTorch's "
+        "operators are those of the CPU, in F.sdpa too. The driver's launch, 2 to 3 us each, is left out.",
     )
 
 

@@ -26,7 +26,8 @@ MEANING = {
     "always runs, and unless this is 0 a second one of about its work; `profile` uses `--budget` instead",
     "ATTN_DISPATCH_TRIAL_SECONDS": "seconds of any minute that calls of `attend` may spend on trials; `profile` is not "
     "limited by it",
-    "ATTN_DISPATCH_HOST_SHARE": "on CUDA, share of the host's time beyond the device's that counts where candidates are compared",
+    "ATTN_DISPATCH_HOST_SHARE": "on CUDA, share of the host's time beyond the device's that counts "
+    "where candidates are compared",
     "ATTN_DISPATCH_OVERHEAD": "in mode `online`, share of the time of calls on trial that trials beside them may take",
     "ATTN_DISPATCH_EXPECTED_CALLS": "calls over which the cost of a candidate's first call (compiling, planning) is "
     "spread when candidates are compared",

@@ -82,7 +82,7 @@ def compiled(backends: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
         | dict.fromkeys(("tickColor", "domainColor", "gridColor"), LINE),
         "title": {"color": SOFT, "anchor": "start", "fontWeight": "normal"},
         "legend": {"labelColor": "var(--ink)", "symbolSize": 110, "orient": "bottom", "columns": 6},
-        "range": {"category": [f"var(--c{number})" for number in range(14)]},
+        "range": {"category": [f"oklch(from var(--mark) l c {137.5 * number})" for number in range(14)]},
     }
     found: dict[str, Any] = library().vegalite_to_vega(
         {

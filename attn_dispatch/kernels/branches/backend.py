@@ -204,7 +204,9 @@ class Branched(Backend):
         passes = branches.passes(problem, plan, kernel, {})
         if heads_first or not isinstance(passes, branches.BranchPasses):  # a CUDA graph may need what hides keys
             return None
-        return lambda q, k, v, problem: differentiable(q, k, v, passes) if problem.needs_grad else passes.forward(q, k, v)
+        return lambda q, k, v, problem: (
+            differentiable(q, k, v, passes) if problem.needs_grad else passes.forward(q, k, v)
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -183,7 +183,11 @@ class Launch(NamedTuple):
         tail = [x.data_ptr() if isinstance(x, Tensor) else x for x in (given[name] for name in names)]
         runtime: Any = import_module("triton.knobs").runtime
         active: Any = import_module("triton.runtime.driver").driver.active
-        stream_of, current, several = active.get_current_stream, active.get_current_device, torch.cuda.device_count() > 1
+        stream_of, current, several = (
+            active.get_current_stream,
+            active.get_current_device,
+            torch.cuda.device_count() > 1,
+        )
         kernel, launch, programs, at = self.compiled, self.compiled.run, self.programs, self.device.index
 
         def launch_again(*tensors: Tensor | None) -> None:
@@ -192,7 +196,19 @@ class Launch(NamedTuple):
                 with torch.cuda.device(self.device):  # self keeps the tensors of `tail`, too
                     as_before(*tensors)
             else:
-                launch(programs, 1, 1, stream_of(at), kernel.function, kernel.packed_metadata, None, None, None, *tensors, *tail)
+                launch(
+                    programs,
+                    1,
+                    1,
+                    stream_of(at),
+                    kernel.function,
+                    kernel.packed_metadata,
+                    None,
+                    None,
+                    None,
+                    *tensors,
+                    *tail,
+                )
 
         return launch_again
 
