@@ -16,18 +16,17 @@ from triton.backends.nvidia.driver import CudaLauncher
 
 launches = []
 CudaLauncher.__call__ = lambda self, *given: launches.append([
-    x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given
+    x.data_ptr() if isinstance(x, torch.Tensor) else x for x in (*given[:6], *given[9:])  # without hooks
 ])
-for number, name in enumerate(host.CASES):
+for number, (name, case) in enumerate(host.CASES.items()):
     if not name.startswith("triton"):
         continue
-    call, kernels = host.call_of(0.1 + number / 1000, *host.CASES[name]), []
+    call, kernels = host.call_of(number, case), []
     for _ in range(2):
         launches.clear()
-        results = call()
+        call()
         kernels.append(list(launches))
     first, again = kernels
-    fresh = {x.data_ptr() for x in results} if isinstance(results, tuple) else {results.data_ptr()}
     assert len(first) == len(again) > 0, name
     for one, other in zip(first, again, strict=True):
         alike = [x == y or (type(x) is type(y) is int and min(x, y) > 2**32) for x, y in zip(one, other, strict=True)]
@@ -41,4 +40,5 @@ for number, name in enumerate(host.CASES):
 def test_few_functions_and_the_same_launches() -> None:
     counts = dict(line.rsplit(": ", 1) for line in processes.run(CODE).stdout.splitlines())
     assert len(counts) >= 6
-    assert all(int(count) <= 20 * (1 + name.endswith("training")) for name, count in counts.items()), counts
+    for name, count in counts.items():  # a token takes two launches; training three, and autograd
+        assert int(count) <= (100 if "training" in name else 30 if "token" in name else 20), counts
