@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 #: Examples of a property: in every run, and with --rest or --all.
-EXAMPLES = {"chosen": 50, "full": 120}
+EXAMPLES = {"chosen": 20, "full": 100}
 
 LEFT = pytest.StashKey[int]()  #: how many cases this run leaves out
 

@@ -317,7 +317,7 @@ def to_measure(
     changed: Collection[CandidateId] | None = None,
     first: CandidateId | None = None,
 ) -> list[Candidate]:
-    """The candidates to measure, in order: the first, then by work and, where that is about the same, by `_effort`."""
+    """The candidates to measure, in order: the first, then by `_effort`."""
     able = {candidate.id: candidate for candidate in found if candidate.row is None}
     names = set(able)
     if prior is not None and changed is not None:
@@ -337,7 +337,7 @@ def to_measure(
 
 
 def _effort(candidate: Candidate, problem: Problem) -> tuple[int, bool, int, float]:
-    """Octaves of declared work, then who wins most often, declared memory, work itself; 0 where the work is unknown."""
+    """Octaves of declared work, who wins most often, memory, work itself; 0 where the work is unknown."""
     declared, seldom = flops(candidate, problem) or 0.0, candidate.name != registry.OFTEN_FASTEST
     return round(math.log2(declared)) if declared >= 1 else 0, seldom, candidate.workspace_bytes, declared
 

@@ -30,7 +30,7 @@ FINE_ROUNDS = 24  #: rounds after which medians are precise enough and only open
 TIME_LIMITS_S = {FINE_ROUNDS: 10.0, 300: 0.5}
 #: Factor on `hopeless` for the incumbent and for a disturbed sample: dropped only where there is no doubt.
 DOUBT_FACTOR = 4.0
-LATE = 0.75, 2.0  #: share of `hopeless`, and this factor, by which long first calls are not made again for lack of time
+LATE = 0.75, 2.0  #: on `hopeless`, and for the incumbent: long first calls not made again for lack of time
 # Where the budget is short of rounds, the slowest by the first two calls are dropped.
 ENOUGH_ROUNDS = 10  #: rounds that separate candidates whose times differ by more than a tenth
 FAR_RATIO = 1.5  #: ratio to the fastest from which candidates are dropped where fewer fit
@@ -114,9 +114,9 @@ def sampled_in_rounds(
     Yields, before each candidate's sample, the seconds that it is expected to take.
 
     Round 0 finds how many repeats make a sample last 0.2 ms or more (a sample is their mean). It runs whatever the
-    budget; but where that is short, what was slow by a long first call is dropped without another. Then every candidate
-    over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a disturbed race, only
-    past four times that. Both of its runs must exceed the ratio.
+    budget; but where that is short, what was slow by a long first call is dropped without another. Then every
+    candidate over ``hopeless`` times slower than the fastest is dropped; one of ``incumbents``, or any in a
+    disturbed race, only past four times that. Both of its runs must exceed the ratio.
 
     From ``min_rounds`` on, at growing distances, the comparisons are tested. A candidate is retired where another one
     surely beats it by more than ``margin``, or where it surely does not beat the incumbent by that much; its samples

@@ -85,14 +85,6 @@ def test_rows_are_found_whatever_their_place_and_what_was_measured() -> None:
     assert verdicts(old, new) == {"native": "same"}
 
 
-def test_items_of_the_same_name_are_numbered() -> None:
-    old = results(native=time(10, 9.9, 10.1))
-    old["rows"].append(copy.deepcopy(old["rows"][0]))
-    new = copy.deepcopy(old)
-    new["rows"][1]["native"] = time(20, 19.9, 20.1)
-    assert [each for each, _, _ in compare.compare(old, new)[0]] == ["same", "slower"]
-
-
 def test_the_report_says_all_that(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     for folder, times in ((old, time(10, 9.9, 10.1)), (new, time(20, 19.9, 20.1))):

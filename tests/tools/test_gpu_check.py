@@ -16,7 +16,7 @@ import pytest
 
 from attn_dispatch.machine.hardware import silicon
 from tools.checks import gpu_check
-from tools.checks.gpu import blocks, decisions, device, graphs, smoke, workers
+from tools.checks.gpu import blocks, decisions, graphs, workers
 from tools.checks.gpu.machine import Dry
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
 
@@ -139,47 +139,9 @@ def test_no_result_replaces_that_of_another_machine(monkeypatch: pytest.MonkeyPa
 # --- the steps --------------------------------------------------------------------------------------------------------
 
 
-def test_smoke_has_a_process_for_each_backend_and_dtype() -> None:
-    found = smoke.phase(0, [], WHOLE)
-    assert found is not None
-    for group in found.groups:
-        assert len({(item["backend"], item["dtype"]) for item in group}) == 1
-    items = [smoke.label(item) for group in found.groups for item in group]
-    assert len(items) == len(set(items)) == len(smoke.cases())
-    assert {item["head_dim"] for group in found.groups for item in group if item["backend"] == "flex"} == {64}
-
-
-def test_steps_name_their_items_apart() -> None:
-    for step in (device, blocks, graphs, decisions):
-        phases = [step.phase(0, [], setup) for setup in (DRY, WHOLE)]
-        for found in phases:
-            assert found is not None
-            labels = [step.label(item) for group in found.groups for item in group]
-            assert len(labels) == len(set(labels)) > 0, step.__name__
-
-
 def compiled(kernel: str, block: tuple[int, ...], **more: Any) -> Row:
     values = ("triton", "causal", kernel, 64, "bfloat16", None, block)
     return {**dict(zip(blocks.FIELDS, values)), "stage": "compile", **more}
-
-
-def test_what_compiles_is_timed_after_blocks_that_compile() -> None:
-    wide, narrow, small = blocks.BLOCKS[blocks.BACKWARD_Q][64][:3]
-    forward = blocks.BLOCKS[blocks.FORWARD][64][:2]
-    done = [
-        compiled(blocks.BACKWARD_Q, narrow),
-        compiled(blocks.BACKWARD_Q, wide),
-        compiled(blocks.BACKWARD_Q, small, failed="lost"),
-        compiled(blocks.FORWARD, forward[0], too_large="shared memory"),
-        compiled(blocks.FORWARD, forward[1]),
-    ]
-    timed = blocks.timed_items(done)
-    assert [(item["kernel"], item["block"]) for item in timed] == [
-        (blocks.FORWARD, forward[1]),
-        (blocks.BACKWARD_Q, wide),
-        (blocks.BACKWARD_Q, narrow),
-    ]
-    assert timed[-1]["before"] == {blocks.FORWARD: forward[1]}
 
 
 def test_a_graph_that_keeps_old_inputs_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,13 +64,6 @@ def test_quick_never_writes_over_the_results(
     assert commands == []
 
 
-def test_full_writes_over_the_results(commands: list[list[str]]) -> None:
-    with pytest.raises(SystemExit, match="failed"):
-        suite.main(["--full"])
-    assert {Path(each[-1]).parent for each in commands} == {suite.RESULTS}
-    assert len(commands) == len(suite.full())
-
-
 def test_a_part_does_not_replace_the_file_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -284,9 +284,8 @@ def test_a_candidate_with_far_less_work_runs_before_the_static_choice(work: int,
 def test_who_wins_most_often_is_tried_second(alone: Alone) -> None:
     """Whatever memory and work, where they are about the same: there may be no time for a third."""
     tried: list[str] = []
-    alone(
-        *(Worker(name, work=work, tried=tried) for name, work in {"sdpa": 1000, "other": 1000, "native": 1100}.items())
-    )
+    work = {"sdpa": 1000, "other": 1000, "native": 1100}
+    alone(*(Worker(name, work=each, tried=tried) for name, each in work.items()))
     measured(0.5)
     assert list(dict.fromkeys(tried)) == ["sdpa", "native", "other"]
 
