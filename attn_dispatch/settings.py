@@ -16,7 +16,6 @@ from attn_dispatch.log import say_once
 
 MODES = ("tune", "online", "predict", "locked", "off")
 NOWHERE = Path(os.devnull, "attn-dispatch")  #: stands for a missing cache folder: cannot be created, read or written
-
 NO_HOME = "this user has no home folder that can be written; set $ATTN_DISPATCH_CACHE_DIR to a folder"
 
 

@@ -165,16 +165,18 @@ def specialized_failures(backend: Any, problem: Problem) -> list[str]:
             expected = backend.run(*given, problem)
             failures += [f"{axes}{other}{each}" for each in _differences(result, expected, problem, heads_first)]
             if problem.needs_grad and not failures:
-                found, wanted = (gradients(_tensors(x)[:1], given, _tensors(x)[:1]) for x in (result, expected))
-                failures += [f"{axes}{other}gradients differ"] * (not all(map(torch.equal, found, wanted)))
-            results += [(x, x.clone()) for x in _tensors(result)]
+                grads = (gradients(_pair(x)[:1], given, _pair(x)[:1]) for x in (result, expected))
+                failures += [
+                    f"{axes}{other}{name} differs" for name, x, y in zip("qkv", *grads) if not torch.equal(x, y)
+                ]
+            results += [(x, x.clone()) for x in _pair(result) if x is not None]
         if not all(torch.equal(x, known) for x, known in results):
             failures.append(f"{axes}a second call changed the result of the first")
     return failures
 
 
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    return tuple(x for x in (result if isinstance(result, tuple) else (result,)) if x is not None)
+def _pair(result: Any) -> tuple[Any, Any]:
+    return result if isinstance(result, tuple) else (result, None)
 
 
 def _of_axes(inputs: tuple[Tensor, ...], heads_first: bool) -> tuple[Tensor, ...]:
@@ -189,7 +191,7 @@ def _halved(x: Tensor) -> Tensor:
 
 def _differences(found: Any, expected: Any, problem: Problem, heads_first: bool) -> Iterator[str]:
     """How the result of a specialized function differs from that of `run`."""
-    (out, lse), (known, known_lse) = (each if isinstance(each, tuple) else (each, None) for each in (found, expected))
+    (out, lse), (known, known_lse) = _pair(found), _pair(expected)
     pairs = [("out", out, known.transpose(1, 2) if heads_first else known)]
     if problem.return_lse and lse is None:
         yield "lse was asked for and not returned"

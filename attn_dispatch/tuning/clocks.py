@@ -223,8 +223,7 @@ class CudaStopwatch(Stopwatch):
         self, device: torch.device, clock: Callable[[], float] = time.perf_counter, *, warms: bool = True
     ) -> None:
         self.warms = warms  #: unless what runs between samples does
-        self._device = device
-        self._clock = clock
+        self._device, self._clock = device, clock
         self._torch: Any = importlib.import_module("torch")
         self._worked_s = -math.inf  # when the device last worked
         self._leads: defaultdict[Call, Lead] = defaultdict(Lead)
