@@ -38,18 +38,6 @@ def test_a_hundred_problems_each_once() -> None:
     assert any(each.q_len == 1 < each.k_len for each in problems)
 
 
-def test_ratios_are_to_the_fastest_of_the_same_process() -> None:
-    assert bench.over_fastest(FIRST, "native@natural") == 2.0
-    assert bench.over_fastest(SECOND, "native@natural") == (4 / 2 + 3 / 3) / 2
-    assert bench.over_fastest(SECOND, "native@hilbert") == 1.0
-
-
-def test_summary() -> None:
-    found = bench.summary([1.0, 1.05, 1.2, 4.0])
-    assert found["geometric_mean"] == pytest.approx(math.prod([1.0, 1.05, 1.2, 4.0]) ** 0.25)
-    assert (found["worst"], found["within"], found["problems"]) == (4.0, {"1.05": 2, "1.2": 3}, 4)
-
-
 def test_a_single_backend_loses_where_it_does_not_run() -> None:
     found = bench.fixed([FIRST, SECOND], "sdpa")
     assert found is not None

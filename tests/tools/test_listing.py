@@ -45,19 +45,3 @@ def test_results_are_measured_here_or_kept_with_their_commit() -> None:
     kept = {name for name, found in there.items() if "tables" in found and found["commit"]}
     assert written == there.keys() - kept
     assert not written & kept
-
-
-def test_one_is_run_with_its_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    with pytest.raises(SystemExit) as ended:
-        listing.main("bench", ["longnet", "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: python -m tools.bench longnet ")
-    assert "--tokens" in shown
-
-
-def test_the_list_loads_no_torch() -> None:
-    code = "import sys\nfrom tools.lib.listing import main\nmain('bench', [])\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split()[-1] == "False", done.stderr

@@ -106,3 +106,19 @@ def test_a_first_call_decides(backward: bool, device: torch.device) -> None:
     assert chosen.rounds is not None
     assert chosen.median_ms < 100.0
     assert not [each for each in found.candidates if each.status in ("failed", "incorrect", "quarantined")]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "triton"])
+def test_a_graphed_layer_trains(backend: str, device: torch.device) -> None:
+    """What `torch.cuda.make_graphed_callables` replays, with other values, has the gradients of plain calls."""
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = attend(x, x, x, is_causal=True, backend=backend)
+        return found
+
+    first, other = (
+        torch.randn(1, 128, 2, 64, dtype=torch.float16, device=device, requires_grad=True) for _ in range(2)
+    )
+    graphed: Any = torch.cuda.make_graphed_callables(layer, (first,))  # type: ignore[no-untyped-call]
+    (replayed,), (plain,) = (torch.autograd.grad(call(other).square().sum(), other) for call in (graphed, layer))
+    assert torch.allclose(replayed, plain)
