@@ -254,7 +254,7 @@ def _in_vectors(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int)
 
 def _address(x: Tensor) -> int:
     """Where the first entry is: a meta tensor has no address but an offset."""
-    return x.storage_offset() * x.itemsize if x.device.type == "meta" else x.data_ptr()
+    return int(x.storage_offset()) * x.itemsize if x.device.type == "meta" else x.data_ptr()
 
 
 def _bias(call: DenseCall) -> Tensor | None:

@@ -94,8 +94,9 @@ def as_cuda() -> None:
     cuda.device_count, cuda.is_current_stream_capturing, cuda.current_device = (lambda: 1), (lambda: False), lambda: 0
     cuda.device, cuda.synchronize = (lambda device: nullcontext()), lambda device=None: None
     cuda.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)
-    tensor, moved = torch.Tensor, torch.Tensor.to
-    tensor.to = lambda x, *to, **more: x if to[:1] == (CUDA,) else moved(x, *to, **more)  # type: ignore[method-assign]
+    tensor: Any = torch.Tensor
+    moved = tensor.to
+    tensor.to = lambda x, *to, **more: x if to[:1] == (CUDA,) else moved(x, *to, **more)
     operators: Any = dense
     flash = "_scaled_dot_product_flash_attention"
     setattr(torch, flash, _flash)
@@ -185,7 +186,7 @@ def main() -> None:
         for _ in range(3):  # compiles, and finds what later calls need
             calls[name]()
     gc.disable()
-    found = {name: {"us": math.inf, "target_us": CASES[name].target_us} for name in calls}
+    found: dict[str, Any] = {name: {"us": math.inf, "target_us": CASES[name].target_us} for name in calls}
     for _ in range(SAMPLES):
         for name, call in calls.items():
             found[name]["us"] = min(found[name]["us"], 1e6 * min(timeit.repeat(call, number=CALLS, repeat=3)) / CALLS)
