@@ -28,10 +28,9 @@ from attn_dispatch.kernels.triton.blocks import (
     clipped,
     next_power_of_two,
     padded,
-    parts_of,
     precision,
 )
-from attn_dispatch.kernels.triton.passes import TritonPasses
+from attn_dispatch.kernels.triton.passes import Lists, TritonPasses
 from attn_dispatch.kernels.triton.support import (
     FUSED,
     Launch,
@@ -39,7 +38,6 @@ from attn_dispatch.kernels.triton.support import (
     as_float32,
     fitting_blocks,
     kernels_of,
-    launch,
     launched,
     mask_bytes,
     masks_of,
@@ -69,7 +67,7 @@ BUILDING = 64  #: times a list: temporaries while it is built, which count on a 
 PARTS = "parts"  #: what kernels of few queries are noted as
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
+FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
 INTERPRETED = BlockConfig(64, 64, 4, 1)
 INTERPRETED_CACHE = 2**14  #: bytes, so few that cache limits matter in small problems
 
@@ -162,11 +160,13 @@ process_state.register(process_state.READ, block_configs.cache_clear, _blocks.ca
 
 
 def _passes(
-    problem: Problem, seq_lens: Tensor | None = None, key_mask: Tensor | None = None, known: dict[Any, Any] | None = None
+    problem: Problem, seq_lens: Tensor | None = None, key_mask: Tensor | None = None, known: Any = None
 ) -> TritonPasses:
     kind = TritonPasses if seq_lens is not None or key_parts(problem) is None else _InParts
     every = covers(problem, "queries"), not problem.needs_grad or covers(problem, "keys")
-    return kind(problem, (FORWARD, BACKWARD_Q, BACKWARD_KV), _launch, seq_lens, key_mask, *every, known)
+    kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
+    blocks, lists = (lambda each: block_configs(each, problem)), (lambda *each: _lists(problem, *each))
+    return kind(problem, kernels, blocks, lists, seq_lens, key_mask, *every, known)
 
 
 class _InParts(TritonPasses):
@@ -195,26 +195,15 @@ def _launch_part(
     if not is_noted(name, problem, PARTS):
         refuse_capture(problem.device)
     others = (
-        *(stride for x in strided for stride in x.stride()),
-        *((0, 0) if mask is None else mask.stride()),
-        *(problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end),
-        *(parts.low or 0, parts.high or 0, as_float32(problem.scale)),
-    )
+        *(stride for x in strided for stride in x.stride()), *((0, 0) if mask is None else mask.stride()),
+        problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end, parts.low, parts.high,
+        as_float32(problem.scale),
+    )  # fmt: skip
     return launched(
-        few_queries.part,
-        problem.batch * problem.kv_heads * parts.parts,
-        problem.device,
-        tensors,
-        others,
-        COLUMNS=parts.columns,
-        LOW=parts.low is not None,
-        HIGH=parts.high is not None,
-        KEY_MASK=mask is not None,
-        PRECISION=precision(problem),
-        WIDE=needs_wide_offsets(strided),
-        num_stages=2,
+        few_queries.part, problem.batch * problem.kv_heads * parts.parts, problem.device, tensors, others,
+        COLUMNS=parts.columns, PRECISION=precision(problem), WIDE=needs_wide_offsets(strided), num_stages=2,
         **_common(problem),
-    )
+    )  # fmt: skip
 
 
 def _launch_join(
@@ -226,9 +215,7 @@ def _launch_join(
     assert parts is not None
     others, splits = (problem.heads, parts.parts, problem.q_len), next_power_of_two(parts.parts)
     programs = problem.batch * problem.q_len * problem.heads
-    found = launched(
-        few_queries.join, programs, problem.device, tensors, others, SPLITS=splits, **_common(problem)
-    )
+    found = launched(few_queries.join, programs, problem.device, tensors, others, SPLITS=splits, **_common(problem))
     note(name, problem, PARTS)
     return found
 
@@ -239,71 +226,10 @@ def _common(problem: Problem) -> dict[str, Any]:
     return {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": padded(d), "ROWS": FEW_LANES, "num_warps": 4, **FUSED}
 
 
-def _launch(
-    call: TritonPasses,
-    each: TritonKernel,
-    tensors: Sequence[Tensor | None],
-    strided: Sequence[Tensor],
-    **constants: bool,
-) -> Launch:
-    """Run a kernel with the first block whose resources fit."""
-    blocks = block_configs(each, call.problem)
-    return launch(each, call.problem, blocks, lambda block: _launch_block(each, block, call, tensors, strided, constants))
-
-
-def _launch_block(
-    each: TritonKernel,
-    block: BlockConfig,
-    call: TritonPasses,
-    tensors: Sequence[Tensor | None],
-    strided: Sequence[Tensor],
-    constants: dict[str, bool],
-) -> Launch:
-    problem, mask = call.problem, call.key_mask
-    kernel, work = each.load(), _on_device(problem, each.side, block)
-    heads = problem.heads if each.side == "queries" else problem.kv_heads
-    programs = work.most_tiles
-    block_d, rest_d = parts_of(problem.head_dim)
-    return launched(
-        kernel,
-        programs * heads * problem.batch,
-        problem.device,
-        tensors,
-        (
-            call.seq_lens,
-            mask,
-            work.tiles,
-            work.runs,
-            work.first_tile,
-            work.kind_of,
-            *(stride for x in strided for stride in x.stride()),
-            *((0, 0) if mask is None else mask.stride()),
-            heads,
-            programs,
-            min(_in_turn(problem, each.side)[0], problem.batch * heads),
-            problem.q_len,
-            problem.k_len,
-            work.low or 0,
-            work.high or 0,
-            as_float32(problem.scale),
-        ),
-        GROUP=problem.heads // problem.kv_heads,
-        HEAD_DIM=problem.head_dim,
-        BLOCK_D=block_d,
-        REST_D=rest_d,
-        ROWS=block.rows,
-        COLUMNS=block.columns,
-        LOW=work.low is not None,
-        HIGH=work.high is not None,
-        SEQ_LENS=call.seq_lens is not None,
-        KEY_MASK=mask is not None,
-        PRECISION=precision(problem),
-        WIDE=needs_wide_offsets(strided),
-        num_warps=block.warps,
-        num_stages=block.stages,
-        **FUSED,
-        **constants,
-    )
+def _lists(problem: Problem, each: TritonKernel, block: BlockConfig) -> Lists:
+    work = _on_device(problem, each.side, block)
+    tensors = (work.tiles, work.runs, work.first_tile, work.kind_of, None, None, None, None)
+    return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tensors, work.low, work.high)
 
 
 _listed = DeviceCache(work_list_of)

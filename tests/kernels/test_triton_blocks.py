@@ -66,7 +66,7 @@ def test_a_block_that_needs_too_much_is_not_tried_again(monkeypatch: pytest.Monk
 
     here = replace(CUDA, device=torch.device("cpu"))
     for problem in (here, here, replace(here, dtype=torch.float16)):
-        support.launch(triton.FORWARD, (large, small), problem, start)
+        support.launch(triton.FORWARD, problem, (large, small), start)
     assert started == [large, small, small, large, small]
 
 
@@ -152,7 +152,7 @@ from tests.support.compiling import compile_for
 LISTS = dict.fromkeys(("tiles", "runs", "first_tile", "kind_of"), "*i32")
 
 for each, capability in ((FORWARD, 80), (BACKWARD_Q, 90), (BACKWARD_KV, 80)):
-    compile_for(each, capability, LISTS, {"LOW": each is FORWARD, "HIGH": True})
+    compile_for(each, capability, LISTS, {} if each is FORWARD else {"low": None})
 """
 
 

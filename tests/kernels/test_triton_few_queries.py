@@ -80,7 +80,7 @@ TYPES = {"lse": "*fp32", "sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", 
 SIZES = {("*bf16", 64): 128, ("*bf16", 128): 64, ("*bf16", 256): 32, ("*fp32", 128): 32, ("*fp32", 256): 16}
 for (capability, wide), ((kind, width), columns) in product(((80, False), (90, True), (120, False)), SIZES.items()):
     constants = {"GROUP": 2, "HEAD_DIM": width, "BLOCK_D": width, "ROWS": 16, "COLUMNS": columns, "SPLITS": 32}
-    constants |= {"LOW": True, "HIGH": True, "KEY_MASK": True, "WIDE": wide}
+    constants["WIDE"] = wide
     constants["PRECISION"] = "tf32x3" if kind == "*fp32" and capability != 120 else "ieee"
     for kernel, stages in ((few_queries.part, 2), (few_queries.join, 3)):
         own = {name: value for name, value in constants.items() if name in kernel.arg_names}
