@@ -44,7 +44,6 @@ from attn_dispatch.kernels.triton.support import (
     needs_wide_offsets,
 )
 from attn_dispatch.kernels.triton.work_list import (
-    FEW_LANES,
     KeyParts,
     Side,
     WorkList,
@@ -64,7 +63,6 @@ shares_builds = specialized_trains = True
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
 BUILDING = 64  #: times a list: temporaries while it is built, which count on a CPU (by the interpreter) alone
-PARTS = "parts"  #: what kernels of few queries are noted as
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
@@ -90,7 +88,7 @@ def workspace_bytes(problem: Problem) -> int:
     sums += copied_bytes(problem, masked_keys=False, padding=False)
     sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
     if (parts := key_parts(problem)) is not None:
-        sums += 4 * problem.batch * problem.kv_heads * parts.parts * FEW_LANES * (problem.head_dim + 2)
+        sums += 4 * problem.batch * problem.kv_heads * parts.parts * parts.rows * (problem.head_dim + 2)
     return sums + _list_bytes(problem) * (BUILDING if problem.device.type == "cpu" else 1)
 
 
@@ -176,13 +174,13 @@ class _InParts(TritonPasses):
         problem, parts, device = self.problem, key_parts(self.problem), q.device
         assert parts is not None
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-        rows = problem.batch * problem.kv_heads * parts.parts
-        maxima, totals = torch.empty(2, rows, FEW_LANES, dtype=torch.float32, device=device)
-        sums = torch.empty(rows, FEW_LANES, problem.head_dim, dtype=torch.float32, device=device)
+        rows = problem.batch * problem.kv_heads * parts.parts * parts.rows
+        maxima, totals = torch.empty(2, rows, dtype=torch.float32, device=device)
+        sums = torch.empty(rows, problem.head_dim, dtype=torch.float32, device=device)
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
         self.launched(_launch_part, parts, (q, k, v, sums, maxima, totals, self.key_mask), (q, k, v))
-        self.launched(_launch_join, PARTS, (sums, maxima, totals, out, lse), (out,))
+        self.launched(_launch_join, "join", (sums, maxima, totals, out, lse), (out,))
         return out, lse
 
 
@@ -192,7 +190,7 @@ def _launch_part(
     from attn_dispatch.kernels.triton import few_queries  # imports triton
 
     problem, mask = call.problem, call.key_mask
-    if not is_noted(name, problem, PARTS):
+    if not is_noted(name, problem, parts.rows):
         refuse_capture(problem.device)
     others = (
         *(stride for x in strided for stride in x.stride()), *((0, 0) if mask is None else mask.stride()),
@@ -202,7 +200,7 @@ def _launch_part(
     return launched(
         few_queries.part, problem.batch * problem.kv_heads * parts.parts, problem.device, tensors, others,
         COLUMNS=parts.columns, PRECISION=precision(problem), WIDE=needs_wide_offsets(strided), num_stages=2,
-        **_common(problem),
+        **_common(problem, parts),
     )  # fmt: skip
 
 
@@ -213,17 +211,16 @@ def _launch_join(
 
     problem, parts = call.problem, key_parts(call.problem)
     assert parts is not None
-    others, splits = (problem.heads, parts.parts, problem.q_len), next_power_of_two(parts.parts)
-    programs = problem.batch * problem.q_len * problem.heads
-    found = launched(few_queries.join, programs, problem.device, tensors, others, SPLITS=splits, **_common(problem))
-    note(name, problem, PARTS)
+    programs, others = problem.batch * problem.q_len * problem.heads, (problem.heads, parts.parts, problem.q_len)
+    found = launched(few_queries.join, programs, problem.device, tensors, others, **_common(problem, parts))
+    note(name, problem, parts.rows)
     return found
 
 
-def _common(problem: Problem) -> dict[str, Any]:
+def _common(problem: Problem, parts: KeyParts) -> dict[str, Any]:
     """What both kernels of few queries are compiled for."""
-    group, d = problem.heads // problem.kv_heads, problem.head_dim
-    return {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": padded(d), "ROWS": FEW_LANES, "num_warps": 4, **FUSED}
+    group, d, warps = problem.heads // problem.kv_heads, problem.head_dim, 8 if parts.rows > 32 else 4
+    return {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": padded(d), "ROWS": parts.rows, "num_warps": warps, **FUSED}
 
 
 def _lists(problem: Problem, each: TritonKernel, block: BlockConfig) -> Lists:

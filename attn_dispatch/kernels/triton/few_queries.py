@@ -16,6 +16,7 @@ import triton.language as tl
 from attn_dispatch.kernels.triton.lists import block_of
 from attn_dispatch.kernels.triton.parts import LN_2, fold_scale, forward_step, load_rows, store_rows, zeros
 
+SPLITS = tl.constexpr(16)  #: that are joined at a time
 #: Arguments whose values do not change the machine code.
 VARIABLE = ("kv_heads", "splits", "share", "q_len", "first", "end", "low", "high")
 
@@ -68,27 +69,33 @@ def part(
 @triton.jit(do_not_specialize=("heads", "splits", "q_len"))
 def join(
     sums, maxima, totals, out, lse, heads, splits, q_len,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len], a program for each row; SPLITS: at least."""
+    """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len], a program for each row; SPLITS at a time."""
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
     query = program // heads % q_len
     batch = program // heads // q_len
-    split = tl.arange(0, SPLITS)
-    there = split < splits
     first = (batch * (heads // GROUP) + head // GROUP) * splits
-    at = (first + tl.minimum(split, splits - 1)) * ROWS + query * GROUP + head % GROUP
-    maximum = tl.where(there, tl.load(maxima + at), float("-inf"))
-    most = tl.max(maximum, 0)
-    weight = tl.exp2(maximum - tl.where(most == float("-inf"), 0.0, most))
-    total = tl.sum(weight * tl.where(there, tl.load(totals + at), 0.0), 0)
     d = tl.arange(0, BLOCK_D)
-    parts = tl.load(sums + at[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+    most = tl.full([1], float("-inf"), tl.float32)
+    total = tl.full([1], 0.0, tl.float32)
+    result = tl.full([BLOCK_D], 0.0, tl.float32)
+    for n in range(0, splits, SPLITS):
+        split = n + tl.arange(0, SPLITS)
+        at = (first + tl.minimum(split, splits - 1)) * ROWS + query * GROUP + head % GROUP
+        maximum = tl.where(split < splits, tl.load(maxima + at), float("-inf"))
+        new_most = tl.maximum(most, tl.max(maximum, 0))
+        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
+        weight = tl.exp2(maximum - safe)
+        shrink = tl.exp2(most - safe)
+        parts = tl.load(sums + at[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+        total = total * shrink + tl.sum(weight * tl.load(totals + at), 0)
+        result = result * shrink + tl.sum(weight[:, None] * parts, 0)
+        most = new_most
     has_keys = total > 0
     divisor = tl.where(has_keys, total, 1.0)
-    result = tl.sum(weight[:, None] * parts, 0) / divisor
-    result = tl.where(has_keys, result, 0.0).to(out.dtype.element_ty)
+    result = tl.where(has_keys, result / divisor, 0.0).to(out.dtype.element_ty)
     tl.store(out + program * HEAD_DIM + d, result, mask=d < HEAD_DIM)
     result_lse = tl.where(has_keys, most * LN_2 + tl.log(divisor), float("-inf"))
-    tl.store(lse + (batch * heads + head) * q_len + query, result_lse)
+    tl.store(lse + (batch * heads + head) * q_len + query + tl.arange(0, 1), result_lse)

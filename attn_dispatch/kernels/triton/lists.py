@@ -142,33 +142,24 @@ def block_of(
 ):  # fmt: skip
     """A block's columns, which of them count [COLUMNS], and which each row sees and how often [ROWS or 1, COLUMNS].
 
-    KEYS: rows are keys, and key_mask is None. In a run's outer phases columns past the end repeat the last one.
+    KEYS: rows are keys, key_mask is None, and rows may see columns that do not count. In a run's outer phases columns
+    past the end repeat the last one.
     """
     lane = tl.arange(0, COLUMNS)
     there = tl.full([COLUMNS], True, tl.int1)
+    visible = tl.full([1, COLUMNS], True, tl.int1)
     times = tl.full([1, COLUMNS], 1.0, tl.float32)
     if TILE:
         listed = n // (TILE // COLUMNS)
         tile = tl.load(runs + listed * PAIR)
-        place = tile * TILE + (n - listed * (TILE // COLUMNS)) * COLUMNS + lane
-        columns = tl.load(column_pos + place)
+        lane += (n - listed * (TILE // COLUMNS)) * COLUMNS
+        columns = tl.load(column_pos + tile * TILE + lane)
         if KEYS:
-            there = place < q_len
+            there = tile * TILE + lane < q_len
         if seq_lens is not None:
             there = there & (columns < length)
-        visible = there[None, :]
-        if PHASE == 0:
-            q_at = (first + tl.arange(0, ROWS))[:, None]
-            k_at = place[None, :]
-            if KEYS:
-                q_at, k_at = k_at, q_at
-            times = multiplicity(
-                masks, reach, tl.load(runs + listed * PAIR + 1), kind, q_at, k_at, q_len, k_len, TILE, BRANCHES, AXES
-            )
-            visible = visible & (times > 0)
     else:
         lane += n
-        visible = there[None, :]
         if PHASE != 1:
             visible = (lane < end)[None, :]
             lane = tl.minimum(lane, end - 1)
@@ -179,30 +170,43 @@ def block_of(
             visible = visible & (columns[None, :] <= (rows + high)[:, None])
     if key_mask is not None:
         there = there & (tl.load(key_mask + mask_at + columns * mask_n) != 0)
+    if not KEYS:
         visible = visible & there[None, :]
+    if TILE > 0 and PHASE == 0:
+        q_tile, q_lane = first // TILE, (first % TILE + tl.arange(0, ROWS))[:, None]
+        k_tile, k_lane = tile, lane[None, :]
+        if KEYS:
+            q_tile, q_lane, k_tile, k_lane = k_tile, k_lane, q_tile, q_lane
+        times = multiplicity(
+            masks, reach, tl.load(runs + listed * PAIR + 1), kind, q_tile, q_lane, k_tile, k_lane, q_len, k_len,
+            TILE, BRANCHES, AXES,
+        )  # fmt: skip
+        times = tl.where(visible, times, 0.0)
+        visible = times > 0
     return columns, there, visible, times
 
 
 @triton.jit
 def multiplicity(
-    masks, reach, mask, kind, q_at, k_at, q_len, k_len,
+    masks, reach, mask, kind, q_tile, q_lane, k_tile, k_lane, q_len, k_len,
     TILE: tl.constexpr, BRANCHES: tl.constexpr, AXES: tl.constexpr,
 ):  # fmt: skip
     """How many times each query sees each key, float32: from `masks`, or if BRANCHES > 0 computed from `reach`.
 
-    Their places are [rows, 1] and [1, columns], or vice versa.
+    The lanes of queries and keys in their tiles are [rows, 1] and [1, columns], or vice versa.
     """
     if BRANCHES == 0:
-        found = tl.load(masks + mask.to(tl.int64) * (TILE * TILE) + (q_at & (TILE - 1)) * TILE + (k_at & (TILE - 1)))
+        found = tl.load(masks + mask.to(tl.int64) * (TILE * TILE) + q_lane * TILE + k_lane)
     else:
-        found = (q_at + k_at) * 0
+        found = (q_lane + k_lane) * 0
         queries = (q_len + TILE - 1) // TILE * TILE
         places = 2 * queries + (k_len + TILE - 1) // TILE * TILE
         for branch in tl.static_range(BRANCHES):
             sees = found >= 0
             for axis in tl.static_range(AXES):
                 row = reach + ((kind.to(tl.int64) * BRANCHES + branch) * AXES + axis) * places
-                at = tl.load(row + 2 * queries + k_at)
-                sees = sees & (at >= tl.load(row + q_at)) & (at <= tl.load(row + queries + q_at))
+                at = tl.load(row + 2 * queries + k_tile * TILE + k_lane)
+                sees = sees & (at >= tl.load(row + q_tile * TILE + q_lane))
+                sees = sees & (at <= tl.load(row + queries + q_tile * TILE + q_lane))
             found += sees.to(tl.int32)
     return found.to(tl.float32)
