@@ -28,10 +28,9 @@ from attn_dispatch.kernels.triton.blocks import (
     clipped,
     next_power_of_two,
     padded,
-    parts_of,
     precision,
 )
-from attn_dispatch.kernels.triton.passes import TritonPasses
+from attn_dispatch.kernels.triton.passes import Lists, TritonPasses
 from attn_dispatch.kernels.triton.support import (
     FUSED,
     Launch,
@@ -39,14 +38,12 @@ from attn_dispatch.kernels.triton.support import (
     as_float32,
     fitting_blocks,
     kernels_of,
-    launch,
     launched,
     mask_bytes,
     masks_of,
     needs_wide_offsets,
 )
 from attn_dispatch.kernels.triton.work_list import (
-    FEW_LANES,
     KeyParts,
     Side,
     WorkList,
@@ -66,10 +63,9 @@ shares_builds = specialized_trains = True
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
 BUILDING = 64  #: times a list: temporaries while it is built, which count on a CPU (by the interpreter) alone
-PARTS = "parts"  #: what kernels of few queries are noted as
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("forward", "backward")
+FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
 INTERPRETED = BlockConfig(64, 64, 4, 1)
 INTERPRETED_CACHE = 2**14  #: bytes, so few that cache limits matter in small problems
 
@@ -92,7 +88,7 @@ def workspace_bytes(problem: Problem) -> int:
     sums += copied_bytes(problem, masked_keys=False, padding=False)
     sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
     if (parts := key_parts(problem)) is not None:
-        sums += 4 * problem.batch * problem.kv_heads * parts.parts * FEW_LANES * (problem.head_dim + 2)
+        sums += 4 * problem.batch * problem.kv_heads * parts.parts * parts.rows * (problem.head_dim + 2)
     return sums + _list_bytes(problem) * (BUILDING if problem.device.type == "cpu" else 1)
 
 
@@ -162,14 +158,13 @@ process_state.register(process_state.READ, block_configs.cache_clear, _blocks.ca
 
 
 def _passes(
-    problem: Problem,
-    seq_lens: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    known: dict[Any, Any] | None = None,
+    problem: Problem, seq_lens: Tensor | None = None, key_mask: Tensor | None = None, known: Any = None
 ) -> TritonPasses:
     kind = TritonPasses if seq_lens is not None or key_parts(problem) is None else _InParts
     every = covers(problem, "queries"), not problem.needs_grad or covers(problem, "keys")
-    return kind(problem, (FORWARD, BACKWARD_Q, BACKWARD_KV), _launch, seq_lens, key_mask, *every, known)
+    kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
+    blocks, lists = (lambda each: block_configs(each, problem)), (lambda *each: _lists(problem, *each))
+    return kind(problem, kernels, blocks, lists, seq_lens, key_mask, *every, known)
 
 
 class _InParts(TritonPasses):
@@ -179,13 +174,13 @@ class _InParts(TritonPasses):
         problem, parts, device = self.problem, key_parts(self.problem), q.device
         assert parts is not None
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-        rows = problem.batch * problem.kv_heads * parts.parts
-        maxima, totals = torch.empty(2, rows, FEW_LANES, dtype=torch.float32, device=device)
-        sums = torch.empty(rows, FEW_LANES, problem.head_dim, dtype=torch.float32, device=device)
+        rows = problem.batch * problem.kv_heads * parts.parts * parts.rows
+        maxima, totals = torch.empty(2, rows, dtype=torch.float32, device=device)
+        sums = torch.empty(rows, problem.head_dim, dtype=torch.float32, device=device)
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
         self.launched(_launch_part, parts, (q, k, v, sums, maxima, totals, self.key_mask), (q, k, v))
-        self.launched(_launch_join, PARTS, (sums, maxima, totals, out, lse), (out,))
+        self.launched(_launch_join, "join", (sums, maxima, totals, out, lse), (out,))
         return out, lse
 
 
@@ -195,29 +190,18 @@ def _launch_part(
     from attn_dispatch.kernels.triton import few_queries  # imports triton
 
     problem, mask = call.problem, call.key_mask
-    if not is_noted(name, problem, PARTS):
+    if not is_noted(name, problem, parts.rows):
         refuse_capture(problem.device)
     others = (
-        *(stride for x in strided for stride in x.stride()),
-        *((0, 0) if mask is None else mask.stride()),
-        *(problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end),
-        *(parts.low or 0, parts.high or 0, as_float32(problem.scale)),
-    )
+        *(stride for x in strided for stride in x.stride()), *((0, 0) if mask is None else mask.stride()),
+        problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end, parts.low, parts.high,
+        as_float32(problem.scale),
+    )  # fmt: skip
     return launched(
-        few_queries.part,
-        problem.batch * problem.kv_heads * parts.parts,
-        problem.device,
-        tensors,
-        others,
-        COLUMNS=parts.columns,
-        LOW=parts.low is not None,
-        HIGH=parts.high is not None,
-        KEY_MASK=mask is not None,
-        PRECISION=precision(problem),
-        WIDE=needs_wide_offsets(strided),
-        num_stages=2,
-        **_common(problem),
-    )
+        few_queries.part, problem.batch * problem.kv_heads * parts.parts, problem.device, tensors, others,
+        COLUMNS=parts.columns, PRECISION=precision(problem), WIDE=needs_wide_offsets(strided), num_stages=2,
+        **_common(problem, parts),
+    )  # fmt: skip
 
 
 def _launch_join(
@@ -227,86 +211,22 @@ def _launch_join(
 
     problem, parts = call.problem, key_parts(call.problem)
     assert parts is not None
-    others, splits = (problem.heads, parts.parts, problem.q_len), next_power_of_two(parts.parts)
-    programs = problem.batch * problem.q_len * problem.heads
-    found = launched(few_queries.join, programs, problem.device, tensors, others, SPLITS=splits, **_common(problem))
-    note(name, problem, PARTS)
+    programs, others = problem.batch * problem.q_len * problem.heads, (problem.heads, parts.parts, problem.q_len)
+    found = launched(few_queries.join, programs, problem.device, tensors, others, **_common(problem, parts))
+    note(name, problem, parts.rows)
     return found
 
 
-def _common(problem: Problem) -> dict[str, Any]:
+def _common(problem: Problem, parts: KeyParts) -> dict[str, Any]:
     """What both kernels of few queries are compiled for."""
-    group, d = problem.heads // problem.kv_heads, problem.head_dim
-    return {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": padded(d), "ROWS": FEW_LANES, "num_warps": 4, **FUSED}
+    group, d, warps = problem.heads // problem.kv_heads, problem.head_dim, 8 if parts.rows > 32 else 4
+    return {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": padded(d), "ROWS": parts.rows, "num_warps": warps, **FUSED}
 
 
-def _launch(
-    call: TritonPasses,
-    each: TritonKernel,
-    tensors: Sequence[Tensor | None],
-    strided: Sequence[Tensor],
-    **constants: bool,
-) -> Launch:
-    """Run a kernel with the first block whose resources fit."""
-    blocks = block_configs(each, call.problem)
-    return launch(
-        each, call.problem, blocks, lambda block: _launch_block(each, block, call, tensors, strided, constants)
-    )
-
-
-def _launch_block(
-    each: TritonKernel,
-    block: BlockConfig,
-    call: TritonPasses,
-    tensors: Sequence[Tensor | None],
-    strided: Sequence[Tensor],
-    constants: dict[str, bool],
-) -> Launch:
-    problem, mask = call.problem, call.key_mask
-    kernel, work = each.load(), _on_device(problem, each.side, block)
-    heads = problem.heads if each.side == "queries" else problem.kv_heads
-    programs = work.most_tiles
-    block_d, rest_d = parts_of(problem.head_dim)
-    return launched(
-        kernel,
-        programs * heads * problem.batch,
-        problem.device,
-        tensors,
-        (
-            call.seq_lens,
-            mask,
-            work.tiles,
-            work.runs,
-            work.first_tile,
-            work.kind_of,
-            *(stride for x in strided for stride in x.stride()),
-            *((0, 0) if mask is None else mask.stride()),
-            heads,
-            programs,
-            min(_in_turn(problem, each.side)[0], problem.batch * heads),
-            problem.q_len,
-            problem.k_len,
-            work.low or 0,
-            work.high or 0,
-            as_float32(problem.scale),
-        ),
-        GROUP=problem.heads // problem.kv_heads,
-        HEAD_DIM=problem.head_dim,
-        BLOCK_D=block_d,
-        REST_D=rest_d,
-        ROWS=block.rows,
-        COLUMNS=block.columns,
-        LOW=work.low is not None,
-        HIGH=work.high is not None,
-        SEQ_LENS=call.seq_lens is not None,
-        KEY_MASK=mask is not None,
-        PRECISION=precision(problem),
-        WIDE=needs_wide_offsets(strided),
-        num_warps=block.warps,
-        num_stages=block.stages,
-        **FUSED,
-        **constants,
-    )
+def _lists(problem: Problem, each: TritonKernel, block: BlockConfig) -> Lists:
+    work = _on_device(problem, each.side, block)
+    tensors = (work.tiles, work.runs, work.first_tile, work.kind_of, None, None, None, None)
+    return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tensors, work.low, work.high)
 
 
 _listed = DeviceCache(work_list_of)

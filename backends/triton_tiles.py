@@ -1,7 +1,7 @@
 """Fused Triton kernels over tile pairs with visible keys: Neighborhood and Dilated, in any token order.
 
 Tokens are read by position; nothing is gathered or permuted in memory. Besides results there are lse, one more sum per
-query, and the lists of `kernels/tiles/tables`. The kernels are `tile_forward` and `tile_backward` in `kernels/triton`.
+query, and the lists of `kernels/tiles/tables`. The kernels are `forward` and `backward` in `kernels/triton`.
 
 The backend `triton` has no runs for Neighborhood, and with Dilated it reads a key once for each branch, this one once
 for all. Tokens that the caller stores in another order are tiled as stored. Dense and Window are left to `triton`,
@@ -10,7 +10,7 @@ which computes the same tiles and needs no lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -33,20 +33,9 @@ from attn_dispatch.kernels.tiles.estimates import (
 )
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_lists, tile_lists_of
 from attn_dispatch.kernels.triton import passes, support
-from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, parts_of, precision
-from attn_dispatch.kernels.triton.passes import TritonPasses
-from attn_dispatch.kernels.triton.support import (
-    FUSED,
-    Launch,
-    TritonKernel,
-    as_float32,
-    fitting_blocks,
-    kernels_of,
-    launch,
-    launched,
-    masks_of,
-    needs_wide_offsets,
-)
+from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped
+from attn_dispatch.kernels.triton.passes import Lists, TritonPasses
+from attn_dispatch.kernels.triton.support import TritonKernel, fitting_blocks, kernels_of, masks_of
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
@@ -71,7 +60,7 @@ SINGLE = {
 }
 BUILDING = 8  #: 64-bit temporaries for one list
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of("tile_forward", "tile_backward", SINGLE)
+FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of(SINGLE)
 
 
 def version() -> str:
@@ -179,72 +168,19 @@ def block_configs(each: TritonKernel, problem: Problem, tile: int) -> tuple[Bloc
 
 
 def _passes(problem: Problem, order: str, tile: int, *more: Any) -> TritonPasses:
-    return TritonPasses(problem, (FORWARD, BACKWARD_Q, BACKWARD_KV), partial(_launch, order, tile), *more)
+    kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
+    blocks, lists = (lambda each: block_configs(each, problem, tile)), partial(_lists, problem, order, tile)
+    return TritonPasses(problem, kernels, blocks, lists, *more)
 
 
-def _launch(
-    order: str,
-    tile: int,
-    call: TritonPasses,
-    each: TritonKernel,
-    tensors: Sequence[Tensor | None],
-    strided: Sequence[Tensor],
-    **constants: bool,
-) -> Launch:
-    problem, mask = call.problem, call.key_mask
-    kernel, lists = each.load(), tile_lists_of(problem, order, tile)
-    side, heads = (lists.queries, problem.heads) if each.side == "queries" else (lists.keys, problem.kv_heads)
+def _lists(problem: Problem, order: str, tile: int, each: TritonKernel, block: BlockConfig) -> Lists:
+    found = tile_lists_of(problem, order, tile)
+    side, rows, columns = found.queries, found.q_pos, found.k_pos
+    if each.side == "keys":
+        side, rows, columns = found.keys, columns, rows
     assert side is not None
-    places = lists.q_pos if each.side == "queries" else lists.k_pos
-    block_d, rest_d = parts_of(problem.head_dim)
-    branches, axes = (0, 0) if lists.reach is None else lists.reach.shape[1:3]
-    others = (
-        call.seq_lens,
-        mask,
-        lists.q_pos,
-        lists.k_pos,
-        lists.kind_of,
-        side.spans,
-        side.pairs,
-        lists.masks,
-        lists.reach,
-        *(stride for x in strided for stride in x.stride()),
-        *((0, 0) if mask is None else mask.stride()),
-        heads,
-        len(lists.q_pos) // tile,
-        len(lists.k_pos) // tile,
-        problem.q_len,
-        problem.k_len,
-        as_float32(problem.scale),
-    )
-
-    def start(block: BlockConfig) -> Launch:
-        return launched(
-            kernel,
-            len(places) // block.rows * heads * problem.batch,
-            problem.device,
-            tensors,
-            others,
-            GROUP=problem.heads // problem.kv_heads,
-            HEAD_DIM=problem.head_dim,
-            BLOCK_D=block_d,
-            REST_D=rest_d,
-            TILE=tile,
-            ROWS=block.rows,
-            COLUMNS=block.columns,
-            BRANCHES=branches,
-            AXES=axes,
-            SEQ_LENS=call.seq_lens is not None,
-            KEY_MASK=mask is not None,
-            PRECISION=precision(problem),
-            WIDE=needs_wide_offsets(strided),
-            num_warps=block.warps,
-            num_stages=block.stages,
-            **FUSED,
-            **constants,
-        )
-
-    return launch(each, problem, block_configs(each, problem, tile), start)
+    tensors = (side.spans, side.pairs, None, found.kind_of, rows, columns, found.masks, found.reach)
+    return Lists(len(rows) // block.rows, 1, tensors, tile=tile)
 
 
 def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_dispatch.backends import triton, triton_tiles
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import adapted
-from attn_dispatch.kernels.triton import support
+from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import BlockConfig
 from attn_dispatch.kernels.triton.work_list import (
     Side,
@@ -335,6 +335,6 @@ def test_wide_offsets_change_nothing(backend: Any, monkeypatch: pytest.MonkeyPat
     gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
     narrow = gate.run(adapted(backend))
     assert gate.check(narrow).failures == ()
-    monkeypatch.setattr(backend, "needs_wide_offsets", lambda tensors: True)
+    monkeypatch.setattr(passes, "needs_wide_offsets", lambda tensors: True)
     wide = gate.run(adapted(backend))
     assert all(torch.equal(wide[name], narrow[name]) for name in narrow)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,17 +30,23 @@ FEW = (
     Case("ahead", Window(None, 1), (1, 4, 4, 16), k_len=300, kv_heads=2),
     Case("short", Window(3, 0), (1, 7, 2, 16), k_len=9),
     Case("no-scale", Dense(), (1, 2, 2, 16), k_len=70, scale=0.0),
+    Case("17-lanes", Dense(is_causal=True), (2, 17, 2, 80), k_len=120, key_mask=True),
+    Case("16-lanes", Window(70, 0), (1, 4, 8, 80), k_len=200, kv_heads=2, key_mask=True),
+    Case("33-lanes", Window(100, None), (1, 11, 6, 16), k_len=333, kv_heads=2),
+    Case("64-lanes", Dense(is_causal=True), (1, 8, 16, 256), k_len=400, kv_heads=2, key_mask=True),
+    Case("1-lane", Dense(), (1, 1, 2, 256), k_len=90),
 )
 
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@thinned(("case", "dtype"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16))), 3)
+@thinned(("case", "dtype"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16))), 4)
 def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = case.problem(dtype, needs_grad=True)
     parts = key_parts(problem)
     assert parts is not None
-    assert (parts.parts > 1) == (parts.end - parts.first > 7 * parts.columns)
+    assert parts.rows >= problem.heads // problem.kv_heads * problem.q_len
+    assert (parts.parts > 1) == (parts.end - parts.first > parts.rows)
     gate = Oracle.of(make(problem))
     found = gate.run(registry.load("triton"))
     assert gate.check(found).failures == ()
@@ -48,15 +55,13 @@ def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatc
 
 
 def test_which_keys_are_read_in_parts() -> None:
-    def parts(pattern: Pattern, q_len: int, k_len: int, heads: int = 2) -> Any:
-        return key_parts(
-            Case("few", pattern, (1, q_len, heads, 16), k_len=k_len, kv_heads=2).problem(
-                torch.float32, needs_grad=False
-            )
-        )
+    def parts(pattern: Pattern, q_len: int, k_len: int, heads: int = 2, dtype: torch.dtype = torch.float16) -> Any:
+        case = Case("few", pattern, (1, q_len, heads, 16), k_len=k_len, kv_heads=2)
+        return key_parts(case.problem(dtype, needs_grad=False))
 
-    assert parts(Dense(), 17, 100) is None
-    assert parts(Dense(), 4, 100, heads=10) is None
+    assert parts(Dense(), 65, 100) is None
+    assert parts(Dense(), 13, 100, heads=10) is None
+    assert parts(Dense(), 17, 100, dtype=torch.float32) is None
     assert parts(Dense(), 4, 4) is None
     assert parts(Dilated((16,), (2,)), 1, 100) is None
     assert parts(Window(9, 0), 2, 100)[:2] == (89, 100)
@@ -65,6 +70,32 @@ def test_which_keys_are_read_in_parts() -> None:
         found = parts(Dense(), 1, k_len)
         assert (found.parts - 1) * found.share < k_len <= found.parts * found.share
         assert found.share % found.columns == 0
+
+
+#: Programs on 132 multiprocessors, by batch, q_len, heads, kv_heads, k_len and head_dim.
+PROGRAMS = {
+    (1, 1, 32, 8, 2**15, 128): 256,
+    (1, 4, 64, 8, 2**15, 128): 256,
+    (1, 16, 32, 8, 2**15, 128): 256,
+    (8, 1, 32, 8, 2**15, 128): 320,
+    (64, 1, 32, 8, 2**15, 128): 512,
+    (1, 1, 8, 1, 2**13, 256): 256,
+    (1, 1, 32, 8, 2**10, 128): 128,
+    (1, 8, 32, 4, 2**10, 256): 64,  # 64 keys a part: fewer would be less than it writes
+    (1, 1, 4, 4, 100, 64): 4,
+}
+
+
+def test_programs_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About two for each multiprocessor, where there are keys enough."""
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    found = {}
+    for batch, q_len, heads, kv_heads, k_len, head_dim in PROGRAMS:
+        case = Case("decoding", Dense(is_causal=True), (batch, q_len, heads, head_dim), k_len=k_len, kv_heads=kv_heads)
+        parts = key_parts.__wrapped__(case.problem(torch.bfloat16, needs_grad=False, device="cuda:0"))
+        assert parts is not None
+        found[batch, q_len, heads, kv_heads, k_len, head_dim] = batch * kv_heads * parts.parts
+    assert found == PROGRAMS
 
 
 COMPILE_FEW_QUERIES = """
@@ -78,9 +109,11 @@ from attn_dispatch.kernels.triton import few_queries
 
 TYPES = {"lse": "*fp32", "sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", "key_mask": "*u8", "scale": "fp32"}
 SIZES = {("*bf16", 64): 128, ("*bf16", 128): 64, ("*bf16", 256): 32, ("*fp32", 128): 32, ("*fp32", 256): 16}
-for (capability, wide), ((kind, width), columns) in zip(cycle(((80, False), (90, True), (120, False))), SIZES.items()):
-    constants = {"GROUP": 2, "HEAD_DIM": width, "BLOCK_D": width, "ROWS": 16, "COLUMNS": columns, "SPLITS": 32}
-    constants |= {"LOW": True, "HIGH": True, "KEY_MASK": True, "WIDE": wide}
+DEVICES = ((80, False, 64), (90, True, 32), (120, False, 64))
+for (capability, wide, rows), ((kind, width), columns) in zip(cycle(DEVICES), SIZES.items()):
+    rows, columns = (16, columns) if kind == "*fp32" else (rows, min(columns, 4096 // rows))
+    constants = {"GROUP": 2, "HEAD_DIM": width, "BLOCK_D": width, "ROWS": rows, "COLUMNS": columns}
+    constants["WIDE"] = wide
     constants["PRECISION"] = "tf32x3" if kind == "*fp32" and capability != 120 else "ieee"
     for kernel, stages in ((few_queries.part, 2), (few_queries.join, 3)):
         own = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -88,7 +121,7 @@ for (capability, wide), ((kind, width), columns) in zip(cycle(((80, False), (90,
         types = dict.fromkeys(("q", "k", "v", "out"), kind) | TYPES
         signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in own}
         source = ASTSource(kernel, signature | dict.fromkeys(own, "constexpr"), constexprs=own)
-        options = {"num_warps": 4, "num_stages": stages}
+        options = {"num_warps": 8 if rows > 32 else 4, "num_stages": stages}
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert made.asm["cubin"]
         assert made.metadata.shared <= 99 * 1024, (capability, kind, width, made.metadata.shared)

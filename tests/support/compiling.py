@@ -28,6 +28,7 @@ compiled = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not
 PROBLEM = Case("compiled", Dense(), (1, 64, 2, 60)).problem(torch.bfloat16, needs_grad=True)
 POINTERS = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
 POINTERS |= dict.fromkeys(("lse", "grad_lse", "scaled_lse", "delta"), "*fp32") | {"seq_lens": "*i64", "key_mask": "*u8"}
+LISTS = {"tiles", "runs", "first_tile", "kind_of", "row_pos", "column_pos", "masks", "reach"}
 
 
 def run_alone(code: str, cache: Path) -> None:
@@ -41,15 +42,15 @@ def run_alone(code: str, cache: Path) -> None:
 def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], more: Mapping[str, Any]) -> None:
     """In the preferred block of head_dim 60: to machine code, in no more shared memory than was estimated.
 
-    `lists` are the types of a kernel's own pointers, `more` its constants beyond those of every kernel, or in place of
-    those, such as another HEAD_DIM.
+    `lists` are the types of pointers to its lists, those left out None; `more` its constants beyond those of every
+    kernel, or in place of those, such as another HEAD_DIM.
     """
     triton: Any = import_module("triton")
     compiler: Any = import_module("triton.compiler")
     kernel, block = each.load(), HALF[capability // 10 in WGMMA][each.kernel][64][0]
     constants: dict[str, Any] = {"ROWS": block.rows, "COLUMNS": block.columns, "PRECISION": "ieee", "WIDE": False}
-    constants |= {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "REST_D": 0, "SEQ_LENS": True, "KEY_MASK": True, **more}
-    constants |= {"GRAD_LSE": True} if each.kernel == "backward_q" else {}
+    constants |= {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "REST_D": 0, "TILE": 0, "BRANCHES": 0, "AXES": 0}
+    constants |= dict.fromkeys(LISTS - lists.keys(), None) | dict(more)
     # The last stride is 1 in nearly every call, and a constant then.
     constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}
     types = POINTERS | {"scale": "fp32"} | dict(lists)

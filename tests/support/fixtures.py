@@ -42,7 +42,7 @@ def _import_interpreted() -> None:
     """Triton looks for its switch once, as each kernel is defined."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        for name in ("forward", "backward", "tile_forward", "tile_backward"):
+        for name in ("forward", "backward", "few_queries"):
             importlib.import_module(f"attn_dispatch.kernels.triton.{name}")
         interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor

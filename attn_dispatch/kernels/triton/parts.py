@@ -1,4 +1,4 @@
-"""Parts of all Triton kernels: rows and their products, the scale, softmax weights, and results.
+"""Parts of all Triton kernels: rows and their products, the scale, a step of the online softmax, and results.
 
 A row has head_dim numbers: BLOCK_D first dims, and where REST_D is not 0 a rest. Both are powers of two (`parts_of`).
 
@@ -39,16 +39,9 @@ def dims_of(FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    x,
-    rows,
-    seen,
-    stride,
-    d_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    x, rows, seen, stride, d_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Rows [rows, BLOCK_D] of a head and the rest of each [rows, REST_D], 0 where not `seen` [rows or 1, 1].
 
     Without a rest, here and below, the first dims stand for it; the compiler drops what is not used.
@@ -102,23 +95,46 @@ def add_product(weights, x, x_rest, sums, sums_rest, REST_D: tl.constexpr, PRECI
 
 
 @triton.jit
-def fold_scale(x, scale):
-    """x with the scale's sign, and a positive slope in powers of two: `scale * x @ y` is `LN_2 * slope * found @ y`.
+def fold_scale(x, rest, scale):
+    """Rows with the scale's sign, and a positive slope in powers of two: `scale * x @ y` is `LN_2 * slope * found @ y`.
 
     The maximum of scores can so be taken before they are scaled, and the product with the slope is part of the
     exponential. For a scale of 0, x is 0 and the slope 1.
     """
-    found = tl.where(scale < 0, -x, x)
-    return tl.where(scale == 0, x * 0, found), tl.where(scale == 0, 1.0, tl.abs(scale) * LOG2_E)
+    return signed(x, scale), signed(rest, scale), tl.where(scale == 0, 1.0, tl.abs(scale) * LOG2_E)
 
 
 @triton.jit
-def softmax_weights(s, slope, row_max):
-    """Weights of scores, the factor of earlier sums, and the new maximum of each row, which is scaled by the slope."""
+def signed(x, scale):
+    """x by the scale's sign."""
+    return tl.where(scale == 0, x * 0, tl.where(scale < 0, -x, x))
+
+
+@triton.jit
+def forward_step(
+    query, query_rest, k_head, v_head, columns, there, visible, times, slope,
+    row_max, total, sums, sums_rest, k_n, k_d, v_n, v_d,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The online softmax after a block of keys: each row's maximum, scaled by the slope, and its sums.
+
+    See `lists.block_of` for columns, there, visible and times.
+    """
+    every = tl.full([1, 1], True, tl.int1)
+    key, key_rest = load_rows(k_head, columns, every, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+    s = tl.where(visible, scores(query, query_rest, key, key_rest, REST_D, PRECISION), float("-inf"))
     new_max = tl.maximum(row_max, tl.max(s, 1) * slope)
     # For rows without a key so far -inf - -inf would be NaN.
     safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-    return tl.exp2(s * slope - safe[:, None]), tl.exp2(row_max - safe), new_max
+    p = tl.exp2(s * slope - safe[:, None]) * times
+    shrink = tl.exp2(row_max - safe)
+    total = total * shrink + tl.sum(p, 1)
+    value, value_rest = load_rows(v_head, columns, there[:, None], v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
+    sums = sums * shrink[:, None]
+    if REST_D:
+        sums_rest = sums_rest * shrink[:, None]
+    sums, sums_rest = add_product(p.to(value.dtype), value, value_rest, sums, sums_rest, REST_D, PRECISION)
+    return new_max, total, sums, sums_rest
 
 
 @triton.jit
@@ -129,23 +145,9 @@ def weights(exponent):
 
 @triton.jit
 def store_forward(
-    out,
-    lse,
-    sums,
-    rest,
-    total,
-    row_max,
-    has_keys,
-    batch,
-    head,
-    rows,
-    stored,
-    heads,
-    q_len,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-):
+    out, lse, sums, rest, total, row_max, has_keys, batch, head, rows, stored, heads, q_len,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+):  # fmt: skip
     """Store out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; zeros and -inf for rows without keys."""
     divisor = tl.where(has_keys, total, 1.0)
     sums = tl.where(has_keys[:, None], sums / divisor[:, None], 0.0)
@@ -158,21 +160,9 @@ def store_forward(
 
 @triton.jit
 def row_sums(
-    out,
-    d_out,
-    d_out_rest,
-    lse,
-    grad_lse,
-    scaled_lse,
-    delta,
-    row_at,
-    scalar_at,
-    stored,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    GRAD_LSE: tl.constexpr,
-):
+    out, d_out, d_out_rest, lse, grad_lse, scaled_lse, delta, row_at, scalar_at, stored,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+):  # fmt: skip
     """lse in powers of two, inf for rows without keys, and `rowsum(grad * out) - grad_lse`; both are also stored.
 
     With lse inf a weight `exp2(s - lse)` is 0.
@@ -185,7 +175,7 @@ def row_sums(
         d, valid = dims_of(BLOCK_D, REST_D, HEAD_DIM)
         rest = tl.load(out + (row_at + d), mask=valid, other=0.0)
         row_delta += tl.sum(d_out_rest.to(tl.float32) * rest.to(tl.float32), 1)
-    if GRAD_LSE:
+    if grad_lse is not None:
         row_delta -= tl.load(grad_lse + scalar_at)
     row_delta = tl.where(has_keys, row_delta, 0.0)
     row_lse = tl.where(has_keys, row_lse * LOG2_E, float("inf"))

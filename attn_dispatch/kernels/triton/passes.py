@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +14,41 @@ from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.kernels.hidden import may_hide
-from attn_dispatch.kernels.triton.support import Launch, TritonKernel, grad_or_zeros
+from attn_dispatch.kernels.triton.blocks import BlockConfig, parts_of, precision
+from attn_dispatch.kernels.triton.support import (
+    FUSED,
+    Launch,
+    TritonKernel,
+    as_float32,
+    grad_or_zeros,
+    launch,
+    launched,
+    needs_wide_offsets,
+)
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tracing import forward_ad
 
 MOST_KEPT = 2**20  #: bytes of lists that a function keeps; thousands may be alive
 ALIGNMENT = 16  #: bytes; Triton compiles for addresses that are multiples, and for others
+
+
+class Lists(NamedTuple):
+    """What a launch depends on by its lists of either kind (see `lists`).
+
+    Args:
+        programs: of each head of a batch row.
+        together: heads that take turns, at most.
+        tensors: tiles, runs, first_tile, kind_of, row_pos, column_pos, masks, reach.
+        low, high: bounds of a row's columns.
+        tile: places of a tile; 0: the lists are runs.
+    """
+
+    programs: int
+    together: int
+    tensors: tuple[Tensor | None, ...]
+    low: int | None = None
+    high: int | None = None
+    tile: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +57,7 @@ class TritonPasses:
 
     Args:
         kernels: of the forward pass, of dq, and of dk and dv.
-        launch: launches one of them: takes this object, the kernel, its tensors, those with strides, and constants.
+        blocks: of a kernel, in order of preference. lists: of a kernel in a block.
         key_mask: uint8, 0 for hidden keys.
         every_query, every_key: whether each is in a tile; other rows have no keys, or no queries.
         known: where all calls have q, k and v of the same shapes and strides, and no masks: what their launches need.
@@ -35,7 +65,8 @@ class TritonPasses:
 
     problem: Problem
     kernels: tuple[TritonKernel, TritonKernel, TritonKernel]
-    launch: Callable[..., Launch]
+    blocks: Callable[[TritonKernel], Sequence[BlockConfig]]
+    lists: Callable[[TritonKernel, BlockConfig], Lists]
     seq_lens: Tensor | None = None
     key_mask: Tensor | None = None
     every_query: bool = True
@@ -49,7 +80,7 @@ class TritonPasses:
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         if not self.every_query:
             lse.fill_(-math.inf)
-        self.launched(self.launch, self.kernels[0], (q, k, v, out, lse), (q, k, v))
+        self.launched(TritonPasses.launch, self.kernels[0], (q, k, v, out, lse), (q, k, v))
         return out, lse
 
     def backward(
@@ -63,8 +94,8 @@ class TritonPasses:
         dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
         tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)
-        self.launched(self.launch, self.kernels[1], tensors, strided, GRAD_LSE=grad_lse is not None)
-        self.launched(self.launch, self.kernels[2], (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
+        self.launched(TritonPasses.launch, self.kernels[1], tensors, strided)
+        self.launched(TritonPasses.launch, self.kernels[2], (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
         return dq, dk, dv
 
     def launched(
@@ -73,21 +104,48 @@ class TritonPasses:
         kernel: Hashable,
         tensors: Sequence[Tensor | None],
         strided: Sequence[Tensor],
-        **constants: bool,
     ) -> None:
         """Launch a kernel, as an earlier call did if there was one."""
         if self.known is None:
-            launch(self, kernel, tensors, strided, **constants)
+            launch(self, kernel, tensors, strided)
             return
-        address = 0
+        address = missing = 0
         for x in tensors:
-            address |= 0 if x is None else x.data_ptr()
-        key = (kernel, strided[-1].stride(), address % ALIGNMENT == 0, *constants.values())
+            if x is None:
+                missing += 1
+            else:
+                address |= x.data_ptr()
+        key = (kernel, strided[-1].stride(), address % ALIGNMENT == 0, missing)
         again = self.known.get(key)
         if again is not None and not capturing(self.problem.device):  # a graph has to keep what the launch reads
             again(*tensors)
         else:
-            self.known[key] = launch(self, kernel, tensors, strided, **constants).again()
+            self.known[key] = launch(self, kernel, tensors, strided).again()
+
+    def launch(self, each: TritonKernel, tensors: Sequence[Tensor | None], strided: Sequence[Tensor]) -> Launch:
+        """Launch a kernel in the first block whose resources fit."""
+        problem, mask, (block_d, rest_d) = self.problem, self.key_mask, parts_of(self.problem.head_dim)
+        heads = problem.heads if each.side == "queries" else problem.kv_heads
+
+        def start(block: BlockConfig) -> Launch:
+            lists = self.lists(each, block)
+            reach = lists.tensors[-1]
+            branches, axes = (0, 0) if reach is None else reach.shape[1:3]
+            others = (
+                self.seq_lens, mask, *lists.tensors,
+                *(stride for x in strided for stride in x.stride()), *((0, 0) if mask is None else mask.stride()),
+                heads, lists.programs, min(lists.together, problem.batch * heads), problem.q_len, problem.k_len,
+                lists.low, lists.high, as_float32(problem.scale),
+            )  # fmt: skip
+            return launched(
+                each.load(), lists.programs * heads * problem.batch, problem.device, tensors, others,
+                GROUP=problem.heads // problem.kv_heads, HEAD_DIM=problem.head_dim, BLOCK_D=block_d, REST_D=rest_d,
+                ROWS=block.rows, COLUMNS=block.columns, TILE=lists.tile, BRANCHES=branches, AXES=axes,
+                PRECISION=precision(problem), WIDE=needs_wide_offsets(strided),
+                num_warps=block.warps, num_stages=block.stages, **FUSED,
+            )  # fmt: skip
+
+        return launch(each, problem, self.blocks(each), start)
 
 
 def specialized(name: str, problem: Problem, passes: TritonPasses, list_bytes: int) -> Callable[..., Result] | None:

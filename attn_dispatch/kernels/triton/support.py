@@ -62,7 +62,7 @@ class TritonKernel:
     """A kernel and its block sizes.
 
     Args:
-        kernel, module: names of the function and its module.
+        kernel: name of the function.
         side: whether rows are queries or keys.
         row_operands: tensors of rows held in shared memory.
         products: matrix products per block of scores.
@@ -70,7 +70,6 @@ class TritonKernel:
     """
 
     kernel: Kernel
-    module: str
     side: Side
     row_operands: int
     products: int
@@ -78,17 +77,16 @@ class TritonKernel:
 
     def load(self) -> Any:
         """The kernel; imports triton."""
-        return getattr(import_module(f"attn_dispatch.kernels.triton.{self.module}"), self.kernel)
+        module = import_module(f"attn_dispatch.kernels.triton.{self.kernel.partition('_')[0]}")
+        return getattr(module, self.kernel)
 
 
-def kernels_of(
-    kernels: str, gradients: str, single: Blocks | None = None
-) -> tuple[TritonKernel, TritonKernel, TritonKernel]:
-    """`forward` of one module, `backward_q` and `backward_kv` of another."""
+def kernels_of(single: Blocks | None = None) -> tuple[TritonKernel, TritonKernel, TritonKernel]:
+    """The kernels of a backend."""
     return (
-        TritonKernel("forward", kernels, "queries", row_operands=1, products=2, single=single),
-        TritonKernel("backward_q", gradients, "queries", row_operands=2, products=3, single=single),
-        TritonKernel("backward_kv", gradients, "keys", row_operands=2, products=4, single=single),
+        TritonKernel("forward", "queries", row_operands=1, products=2, single=single),
+        TritonKernel("backward_q", "queries", row_operands=2, products=3, single=single),
+        TritonKernel("backward_kv", "keys", row_operands=2, products=4, single=single),
     )
 
 
@@ -186,11 +184,8 @@ class Launch(NamedTuple):
         tail = [x.data_ptr() if isinstance(x, Tensor) else x for x in (given[name] for name in names)]
         runtime: Any = import_module("triton.knobs").runtime
         active: Any = import_module("triton.runtime.driver").driver.active
-        stream_of, current, several = (
-            active.get_current_stream,
-            active.get_current_device,
-            torch.cuda.device_count() > 1,
-        )
+        stream_of, current = active.get_current_stream, active.get_current_device
+        several = torch.cuda.device_count() > 1
         kernel, launch, programs, at = self.compiled, self.compiled.run, self.programs, self.device.index
 
         def launch_again(*tensors: Tensor | None) -> None:
@@ -199,19 +194,8 @@ class Launch(NamedTuple):
                 with torch.cuda.device(self.device):  # self keeps the tensors of `tail`, too
                     as_before(*tensors)
             else:
-                launch(
-                    programs,
-                    1,
-                    1,
-                    stream_of(at),
-                    kernel.function,
-                    kernel.packed_metadata,
-                    None,
-                    None,
-                    None,
-                    *tensors,
-                    *tail,
-                )
+                start = programs, 1, 1, stream_of(at), kernel.function, kernel.packed_metadata
+                launch(*start, None, None, None, *tensors, *tail)
 
         return launch_again
 
@@ -234,7 +218,7 @@ def launch(each: TritonKernel, problem: Problem, blocks: Sequence[BlockConfig], 
     """What `start` returns of the first block whose resources fit."""
     errors: Any = import_module("triton.runtime.errors")
     for block in blocks[:-1]:
-        tried = (each.module, each.kernel, block, problem.dtype, parts_of(problem.head_dim), problem.device)
+        tried = (each, block, problem.dtype, parts_of(problem.head_dim), problem.device)
         if tried in _too_large:
             continue
         # Triton may need more than estimated, and raises after compiling.

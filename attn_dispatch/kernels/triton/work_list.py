@@ -222,22 +222,26 @@ def heads_in_turn(problem: Problem, side: Side, l2_bytes: int) -> tuple[int, boo
 
 # --- keys of few queries, which `few_queries` reads in parts ----------------------------------------------------------
 
-FEW_LANES = 16  #: queries by heads that share keys, up to which the keys are read in parts
+#: Queries by heads that share keys, up to which the keys are read in parts, of 16-bit numbers and of float32: more of
+#: these do not fit every device's shared memory.
+FEW_LANES, FEW_SINGLE = 64, 16
 PART_BYTES = 2**14  #: of a block of keys, one of four that its loads keep in shared memory
-LEAST_PART = 4  #: blocks of keys that a part has at least
-MOST_PARTS = {True: 32, False: 64}  #: whether head_dim is above 128: sums of all parts are joined in registers
 PARTS_PER_PROCESSOR = 2  #: programs for each multiprocessor
 INTERPRETED_PARTS = 5
 
 
 class KeyParts(NamedTuple):
-    """Keys `first` to `end` that a problem's few queries see, in `parts` parts of `share`, by blocks of `columns`."""
+    """Keys `first` to `end` that a problem's few queries see, in `parts` parts of `share`, by blocks of `columns`.
+
+    `rows` is a block's side for the queries by heads that share keys.
+    """
 
     first: int
     end: int
     parts: int
     share: int
     columns: int
+    rows: int
     low: int | None  #: bounds of key - query
     high: int | None
 
@@ -246,7 +250,8 @@ class KeyParts(NamedTuple):
 def key_parts(problem: Problem) -> KeyParts | None:
     """How the keys of few queries are read in parts; None where they are not."""
     lanes = problem.heads // problem.kv_heads * problem.q_len
-    if lanes > FEW_LANES or problem.k_len <= problem.q_len or not isinstance(problem.pattern, Dense | Window):
+    most = FEW_SINGLE if problem.dtype == torch.float32 else FEW_LANES
+    if lanes > most or problem.k_len <= problem.q_len or not isinstance(problem.pattern, Dense | Window):
         return None
     (band,) = problem.pattern.bands(problem.q_len, problem.k_len, ())
     first = 0 if band.low is None else min(max(0, band.low), problem.k_len)
@@ -254,13 +259,14 @@ def key_parts(problem: Problem) -> KeyParts | None:
     keys = last + 1 - first
     if keys <= 0:
         return None
-    columns = min(128, max(SMALLEST_SIDE, PART_BYTES // (padded(problem.head_dim) * problem.dtype.itemsize)))
+    rows, bytes_of_key = padded(lanes), padded(problem.head_dim) * problem.dtype.itemsize
+    columns = min(128, 4096 // rows, max(SMALLEST_SIDE, PART_BYTES // bytes_of_key))  # more columns of 64 rows spill
     if problem.device.type == "cpu":
         columns, wanted = SMALLEST_SIDE, INTERPRETED_PARTS
     else:
         processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
         wanted = -(-PARTS_PER_PROCESSOR * processors // (problem.batch * problem.kv_heads))
     blocks = -(-keys // columns)
-    count = max(1, min(wanted, blocks // LEAST_PART or 1, MOST_PARTS[padded(problem.head_dim) > 128]))
-    share = -(-blocks // count) * columns
-    return KeyParts(first, last + 1, -(-keys // share), share, columns, band.low, band.high)
+    # With as many keys as rows, a part reads no fewer bytes of 16-bit keys and values than it writes sums.
+    share = max(-(-blocks // wanted), -(-rows // columns)) * columns
+    return KeyParts(first, last + 1, -(-keys // share), share, columns, rows, band.low, band.high)
