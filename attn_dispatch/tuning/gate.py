@@ -37,7 +37,7 @@ from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make, synchronize
 from attn_dispatch.tuning.guard import NoReference, reference
 from attn_dispatch.tuning.hard_cases import CaseSpec, class_key, example_of, nan_memory
-from attn_dispatch.tuning.oracle import PAIRS, CheckResult, FurtherCheck, Oracle, further_checks
+from attn_dispatch.tuning.oracle import PAIRS, CheckResult, FurtherCheck, Incorrect, Oracle, further_checks
 from attn_dispatch.tuning.rounds import Steps
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class HardCase:
         A backend of torch.compile is traced without NaN in new tensors; it gets NaN from freed memory only.
 
         Raises:
-            RuntimeError: the backend wrote into its inputs, or to memory beside them.
+            Incorrect: the backend wrote into its inputs, or to memory beside them.
         """
         try:
             with nan_memory(self.problem, in_torch=not traces(backend)):
@@ -104,7 +104,7 @@ class HardCase:
             for name in changed:
                 self.memory[name][0].copy_(self.memory[name][1])
         if changed:
-            raise RuntimeError(f"{self.name}: wrote into {', '.join(changed)}, or to memory beside")
+            raise Incorrect(f"{self.name}: wrote into {', '.join(changed)}, or to memory beside")
         return found
 
     def check(self, found: dict[str, Tensor]) -> CheckResult:
@@ -236,6 +236,8 @@ class Gate:
             traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's allocations
             memory.release(self.problem.device)
             self._restored_after(candidate)
+            if isinstance(error, Incorrect):
+                return self.incorrect(candidate, [str(error)])
             if kind == "memory" and not again:
                 return self._tried(candidate, run, again=True)
             return Rejected("failed", text, quarantined=kind is not None and candidate.name != registry.LAST_RESORT)
@@ -257,8 +259,7 @@ class Gate:
         if failures := ("wrote into its inputs",) if wrote else checked.failures:
             found = self.incorrect(candidate, failures)
             return replace(found, first_ms=first_ms, peak_bytes=peak, error=error)
-        excess = guard.memory_excess(peak, needed, self.problem.device.type)
-        if excess is not None:
+        if (excess := guard.memory_excess(peak, needed, self.problem.device.type)) is not None:
             quarantine(candidate, self.problem, self.address, "memory", excess)
             return Rejected("failed", excess, first_ms, peak, error, quarantined=candidate.name != registry.LAST_RESORT)
         return Admitted(first_ms, call_ms, peak, checked.error)

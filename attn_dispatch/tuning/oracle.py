@@ -1,5 +1,4 @@
-"""The oracle: compares a candidate's out, lse, dq, dk, dv and dbias with the formula in
-float64, within a derived tolerance.
+"""The oracle: compares a candidate's out, lse and gradients with the formula in float64, within a derived tolerance.
 
 Where the whole formula would take too long, some query rows and heads are drawn, and the gradient of out is zero
 everywhere else. Then dq is zero off the drawn rows, and dk and dv, at every key, are sums over those rows alone: the
@@ -37,6 +36,10 @@ GRADIENTS = ("dq", "dk", "dv", "dbias")
 MEETING_S = 1.0  #: seconds that two calls wait for one another to begin at once
 FEWEST_ROWS = 4  #: query rows that are drawn, whatever PAIRS says
 FEWEST_HEADS = 2  #: the same of heads
+
+
+class Incorrect(RuntimeError):
+    """A call changed its inputs, returned their memory, or gave another result than the first timed one."""
 
 
 @contextmanager
@@ -128,7 +131,7 @@ class Oracle:
 
         Raises:
             TypeError: the backend returned something other than out or (out, lse).
-            RuntimeError: the backend wrote into its inputs, or returned their memory.
+            Incorrect: the backend wrote into its inputs, or returned their memory.
         """
         example = self.example
         inputs = (example.q, example.k, example.v, *example.masks.values())
@@ -143,9 +146,9 @@ class Oracle:
                 results, weights = [out, lse], [self.grad, self.grad_lse]
             found.update(zip(example.inputs, gradients(results, tuple(example.inputs.values()), weights)))
         if versions != [None if x.is_inference() else x._version for x in inputs]:
-            raise RuntimeError("wrote into its inputs")
+            raise Incorrect("wrote into its inputs")
         if out.untyped_storage().data_ptr() in [x.untyped_storage().data_ptr() for x in inputs]:
-            raise RuntimeError("returned the memory of an input")
+            raise Incorrect("returned the memory of an input")
         return found
 
     @reference()

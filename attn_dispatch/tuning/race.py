@@ -23,6 +23,7 @@ from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device
 from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import ONE_TIME_MS, RETAKES, CudaStopwatch, HostStopwatch, Stopwatch
+from attn_dispatch.tuning.oracle import Incorrect
 from attn_dispatch.tuning.rounds import Around, Rounds, Steps, ending_on_failure, sampled_in_rounds
 
 TARGET = 0.02  #: half-width of a median's interval, as its share, that a race goes on for where nobody waits
@@ -34,16 +35,12 @@ LOOKED_AT = 2**13  #: entries of each tensor, about
 CallOf = Callable[[Candidate], Callable[[], Sequence[Tensor]]]
 
 
-class ChangedResult(Exception):
-    """A timed call gave another result than the candidate's first one."""
-
-
 @dataclass
 class Race:
     """One race; all tables are keyed by candidate title.
 
     `runners` are ordered by preference. `clock` measures the budget, in seconds; `stepped` is whether other code
-    runs between two steps. A candidate whose results change fails with `ChangedResult`.
+    runs between two steps. A candidate whose results change fails with `Incorrect`.
     """
 
     request: Request
@@ -271,7 +268,7 @@ class _Watched:
         self.results = self.call()
 
     def look(self, sample_s: float) -> None:
-        """Look at the last results of a sample; on CUDA that waits for them, as samples do. Raises ChangedResult."""
+        """Look at the last results of a sample; on CUDA that waits for them, as samples do. Raises Incorrect."""
         results, self.results = self.results, ()
         self.left_s += LOOK_SHARE * sample_s
         if not self.differences or (self.first and self.left_s < 0):
@@ -279,9 +276,8 @@ class _Watched:
         start_s, parts = time.perf_counter(), [_part(x) for x in results]
         self.first = self.first or [x.clone() for x in parts]
         for x, first, allowed in zip(parts, self.first, self.differences):
-            off = float(torch.dist(x, first, math.inf))
-            if not off <= allowed:  # NaN too
-                raise ChangedResult(f"a timed call gave another result than the first one, by {off:.2e}")
+            if not (off := float(torch.dist(x, first, math.inf))) <= allowed:  # NaN too
+                raise Incorrect(f"a timed call gave another result than the first one, by {off:.2e}")
         self.left_s -= time.perf_counter() - start_s
 
 

@@ -30,8 +30,8 @@ from attn_dispatch.tuning.candidates import Candidate, Request, current_environm
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, example_bytes, make, synchronize
 from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS
-from attn_dispatch.tuning.race import MAY_WIN_RATIO, ChangedResult, Race
+from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, Incorrect
+from attn_dispatch.tuning.race import MAY_WIN_RATIO, Race
 from attn_dispatch.tuning.rounds import ENOUGH_ROUNDS, Steps, exhausted, warned_if_long
 
 
@@ -230,7 +230,7 @@ class Trial:
             return
         by_title = {candidate.title: candidate for candidate in self.runners}
         for name, error in list(self.race.rounds.failures.items()):
-            if isinstance(error, ChangedResult):
+            if isinstance(error, Incorrect):
                 self.race.remove(name)
                 self._reject(by_title[name], gate.incorrect(by_title[name], [str(error)]))
         timed = self.race.rounds.timings.keys() - self.race.rounds.short_of_time

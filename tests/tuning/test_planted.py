@@ -30,7 +30,8 @@ from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.gate import Gate
-from attn_dispatch.tuning.race import ChangedResult, Race
+from attn_dispatch.tuning.oracle import Incorrect
+from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import exhausted
 from tests.support.calls import close, formula, qkv
 from tests.support.flaws import Planted, buffer, changed, memo, scratch, where
@@ -71,6 +72,7 @@ LATER: dict[str, tuple[Problem, Callable[..., Result], str]] = {
     "after another call": (CALLED, buffer(), "a second call changed the result of the first"),
     "of tensors that had other values": (CALLED, memo(), "a second call on the same tensors: out is off by"),
     "in the memory of v": (DILATED, one_key, "returned the memory of an input"),
+    "into q": (CALLED, lambda q, k, v, problem, **_: manual.run(q.mul_(1), k, v, problem), "wrote into its inputs"),
 }
 
 
@@ -85,6 +87,8 @@ def test_what_is_wrong_in_some_calls_is_found_and_named(
     found = exhausted(gate_of(problem).check_hard_cases(Candidate(Planted(flaw), NATURAL, "1")))
     assert found is not None
     assert named in found.reason
+    (entry,) = Quarantine(cache_folder(), silicon("cpu")).entries()
+    assert (found.status, entry.kind, entry.reason) == ("incorrect", "incorrect", found.reason)
 
 
 @pytest.mark.parametrize("problem", [TRAINED, CALLED], ids=["trained", "called"])
@@ -132,7 +136,7 @@ def hooked(out: Tensor) -> Tensor:
 def test_results_of_timed_calls(
     problem: Problem, wrong: Callable[[Tensor], Tensor], found: bool, dtype: torch.dtype
 ) -> None:
-    assert isinstance(raced(replace(problem, dtype=dtype), alternating(wrong)), ChangedResult) == found
+    assert isinstance(raced(replace(problem, dtype=dtype), alternating(wrong)), Incorrect) == found
 
 
 def test_looks_take_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +159,6 @@ def test_a_result_that_changes_in_the_race_is_incorrect(monkeypatch: pytest.Monk
     q, k, v = qkv(32)
     assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
     row = next(row for row in explain(q, k, v).candidates if row.backend == "planted")
-    assert row.status == "incorrect"
-    assert row.reason.startswith("a timed call gave another result than the first one")
+    assert f"{row.status}: {row.reason}".startswith("incorrect: a timed call gave another result than the first one")
     (entry,) = Quarantine(cache_folder(), silicon("cpu")).entries()
     assert (entry.backend, entry.kind) == ("planted", "incorrect")

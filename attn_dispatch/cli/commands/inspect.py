@@ -27,9 +27,8 @@ EXAMPLE = """examples:
 def configure(parser: argparse.ArgumentParser) -> None:
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with PREFIX")
-    one.add_argument(
-        "--regret", action="store_true", help="how much slower learned choices are than the best, by group"
-    )
+    regret = "how much slower learned choices are than the best, by group"
+    one.add_argument("--regret", action="store_true", help=regret)
     one.add_argument("--thresholds", action="store_true", help="sequence lengths above which a token order is faster")
 
 
