@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,21 +65,6 @@ def test_a_wrong_result_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "WRONG: out is off by" in str(shown(found))
 
 
-@pytest.mark.usefixtures("small")
-def test_a_refusal_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(problem: object) -> None:
-        raise NotImplementedError("no windows here")
-
-    monkeypatch.setattr(peer_calls, "mask_of", refuse)
-    found, _ = asked(Cell("window", 32, "float32", False))
-    assert found["SDPA + mask"]["reason"] == "NotImplementedError: no windows here"
-    assert "time" in found[ATTEND]
-    assert "Left out of some cells: SDPA + mask (NotImplementedError: no windows here)." in str(shown(found))
-    found, names = asked(Cell("window", 32, "float32", False), **{"SDPA + mask": "predicted 9 s"})
-    assert found["SDPA + mask"]["reason"] == "predicted 9 s"
-    assert names == [ATTEND]
-
-
 @pytest.mark.parametrize(
     "pattern", [Dense(is_causal=True), Window(1024, 0), Neighborhood((48, 48), (13, 13), edges="shift")]
 )
@@ -103,29 +86,3 @@ def test_flex_counts_of_branches() -> None:
     for head in range(problem.heads):
         expected = problem.pattern.multiplicity(4096, heads=problem.heads, q_pos=i[:, 0])[head]
         assert torch.equal(counts(torch.tensor(head), i, j), expected.to(torch.int32))
-
-
-def test_a_call_over_the_limit_is_left_out() -> None:
-    sdpa = peer_calls.peers_of("dense causal")[1]
-    short, long = Cell("dense causal", 1024, "float32", False), Cell("dense causal", 32768, "float32", False)
-    key = ("dense causal", "float32", False, "SDPA")
-    ratio = sdpa.work(long) / sdpa.work(short)
-    assert ratio == pytest.approx(1024, rel=0.01)
-    assert peers.too_slow(sdpa, long, {key: (short, 0.99 * peers.LIMIT_S * 1e3 / ratio)}) == ""
-    assert "from 1,024 tokens" in peers.too_slow(sdpa, long, {key: (short, 1.01 * peers.LIMIT_S * 1e3 / ratio)})
-    assert peers.too_slow(sdpa, long, {}) == ""
-
-
-def test_a_process_that_dies_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell, asked_for = Cell("window", 32, "float32", False), list[dict[str, str]]()
-
-    def end(command: list[str], folder: Path) -> str:
-        given = json.loads(command[-2])
-        asked_for.append(given["left_out"])
-        found: dict[str, Any] = {"rows": []} if given["left_out"] else {"asked": "local-attention"}
-        Path(command[-1]).write_text(json.dumps(found))
-        return "the process was ended after 150 s"
-
-    monkeypatch.setattr(peers, "run", end)
-    assert peers.measured(cell, ["local-attention"], {}, tmp_path) == []
-    assert asked_for == [{}, {"local-attention": "the process was ended after 150 s"}]

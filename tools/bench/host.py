@@ -1,5 +1,5 @@
-"""The host's time of calls that run on CUDA, without a GPU: Triton's own launcher on a driver that does nothing, and
-PyTorch's operators of the CPU in the place of CUDA's. Tensors are on the CPU, whose allocator takes the part of CUDA's.
+"""The host's time of calls that run on CUDA, without a GPU: Triton's own launcher on a driver that does nothing,
+PyTorch's operators of the CPU in the place of CUDA's, and its allocator.
 
     python -m tools.bench.host
 
@@ -41,7 +41,7 @@ CUDA = torch.device("cuda", 0)
 LONGNET = Dilated((16, 32, 64), (1, 2, 4), is_causal=True)
 SMALL = (1, 4, 2, 16)  #: of q where an operator computes: next to no work
 OVER_SDPA_US = 3.0  #: what `sdpa` may take more than F.sdpa
-SAMPLES, CALLS = 5, 300  #: passes over all calls, each with three means of so many: the least is what the host needs
+SAMPLES, CALLS = 5, 300  #: passes over all calls, each with three means of so many: the least counts
 
 
 class Measured(NamedTuple):
@@ -87,13 +87,13 @@ def as_cuda() -> None:
     made.get_current_device, made.get_current_stream = (lambda: 0), lambda device: 0
     made.get_device_capability = lambda device=0: (9, 0)
     driver.set_active(made)
-    cuda: Any = torch.cuda
     properties = {"shared_memory_per_block_optin": 227 << 10, "L2_cache_size": 50 << 20, "total_memory": 80 << 30}
     found = SimpleNamespace(**properties, multi_processor_count=132)
-    cuda.get_device_capability, cuda.get_device_properties = (lambda device=None: (9, 0)), lambda device=None: found
-    cuda.device_count, cuda.is_current_stream_capturing, cuda.current_device = (lambda: 1), (lambda: False), lambda: 0
-    cuda.device, cuda.synchronize = (lambda device: nullcontext()), lambda device=None: None
-    cuda.current_stream = lambda device=None: SimpleNamespace(synchronize=lambda: None)
+    made_up = {"device_count": 1, "is_current_stream_capturing": False, "current_device": 0, "synchronize": None}
+    made_up |= {"get_device_capability": (9, 0), "get_device_properties": found, "device": nullcontext()}
+    made_up["current_stream"] = SimpleNamespace(synchronize=lambda: None)
+    for name, answer in made_up.items():
+        setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
     tensor: Any = torch.Tensor
     moved = tensor.to
     tensor.to = lambda x, *to, **more: x if to[:1] == (CUDA,) else moved(x, *to, **more)
@@ -170,8 +170,8 @@ def tables(found: Any) -> Iterator[Table]:
     yield Table(
         ("call", "microseconds", "Python functions entered", "at most"),
         rows,
-        "The host's time of one attend(), forward or forward and backward, without a GPU: Triton's own launcher on a "
-        "driver that does nothing, and operators of the CPU, in F.sdpa too. The launch itself, 2 to 3 us, is left out.",
+        "The host's time of one attend(), forward or forward and backward, without a GPU: Triton's own launcher "
+        "on a driver that does nothing, operators of the CPU, in F.sdpa too. The launch, 2 to 3 us, is left out.",
     )
 
 
@@ -189,7 +189,8 @@ def main() -> None:
     found: dict[str, Any] = {name: {"us": math.inf, "target_us": CASES[name].target_us} for name in calls}
     for _ in range(SAMPLES):
         for name, call in calls.items():
-            found[name]["us"] = min(found[name]["us"], 1e6 * min(timeit.repeat(call, number=CALLS, repeat=3)) / CALLS)
+            took_us = [1e6 * each / CALLS for each in timeit.repeat(call, number=CALLS, repeat=3)]
+            found[name]["us"] = min(found[name]["us"], *took_us)
     for name, one in found.items():
         one["python_calls"] = python_calls(calls[name])
         if name.startswith("sdpa"):
