@@ -1,5 +1,4 @@
 // A libcuda.so.1 that does nothing: what is left of a launch is the host's work.
-#include <cstddef>
 #include <cstdint>
 
 namespace {
@@ -7,13 +6,10 @@ int context, module, function;
 
 int attribute(int which) {
   switch (which) {
-    case 8: return 49152;    // shared memory of a block
     case 10: return 32;      // threads of a warp
-    case 12: return 65536;   // registers of a block
     case 16: return 132;     // multiprocessors
     case 75: return 9;       // compute capability
     case 76: return 0;
-    case 81: return 233472;  // shared memory of a multiprocessor
     case 82: return 65536;
     case 97: return 232448;  // shared memory of a block that asks for more
     default: return 1000000;
@@ -31,8 +27,8 @@ int cuDevicePrimaryCtxRetain(void** found, int) { return *found = &context, 0; }
 int cuCtxSetCurrent(void*) { return 0; }
 int cuCtxGetDevice(int* device) { return *device = 0, 0; }
 int cuCtxGetCurrent(void** found) { return *found = &context, 0; }
-int cuCtxSetLimit(int, std::size_t) { return 0; }
-int cuCtxGetLimit(std::size_t* found, int) { return *found = 0, 0; }
+int cuCtxSetLimit(int, unsigned long) { return 0; }
+int cuCtxGetLimit(unsigned long* found, int) { return *found = 0, 0; }
 int cuFuncGetAttribute(int* found, int which, void*) { return *found = which == 0 ? 1024 : 0, 0; }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
 int cuFuncSetCacheConfig(void*, int) { return 0; }
