@@ -88,10 +88,10 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     elif adapter == "xformers":
         libraries.xformers(monkeypatch, seen)
     elif adapter.startswith("cudnn"):
-        monkeypatch.setattr(sdpa_cudnn, "aten", libraries.cudnn_ops(3 if "before" in adapter else 4))
+        libraries.in_place_of_aten(monkeypatch, sdpa_cudnn, libraries.cudnn_ops(3 if "before" in adapter else 4))
     else:
         ops = libraries.flash_ops() if adapter == "torch-flash" else libraries.efficient_ops()
-        monkeypatch.setattr(dense, "aten", ops)
+        libraries.in_place_of_aten(monkeypatch, dense, ops)
     with context:
         yield seen
 
