@@ -31,6 +31,7 @@ from attn_dispatch.spec.problem import Problem
 
 COMPILE_MS = 60_000.0  #: of flash-attn 4: four or five kernels for a case
 CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 4
+SPLIT_ROWS = 8192  #: of q, up to which flash-attn 3 may split the keys: `workspace_bytes` covers the parts' sums
 
 Sides = tuple[int | None, int | None]
 
@@ -120,7 +121,8 @@ class Flash3(Generation):
             window_size_left=left,
             window_size_right=right,
             softcap=self.softcap,
-            num_splits=1,
+            # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
+            num_splits=int(call.q.shape[:3].numel() > SPLIT_ROWS),
         )
         return out, lse
 

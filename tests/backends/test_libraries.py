@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CpuFlash, DenseCall
 from attn_dispatch.kernels.limits import ANY
@@ -75,7 +78,9 @@ def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Installs the fake library of the test's `adapter`; the list holds the arguments of its backward passes."""
+    """Installs the fake library of the test's `adapter`; the list holds the arguments of its backward passes, and how
+    many parts of the keys the forward passes of flash-attn 3 were to make.
+    """
     adapter: str = request.getfixturevalue("adapter")
     seen: list[dict[str, Any]] = []
     context: Any = nullcontext()
@@ -156,7 +161,42 @@ def test_arguments_of_flash(adapter: str, deterministic: bool, calls: list[dict[
     problem = replace(case.problem(torch.float16, needs_grad=True), deterministic=deterministic)
     checked = Oracle.of(make(problem))
     assert checked.check(checked.run(on_cpu(ADAPTERS[adapter]))).failures == ()
-    assert calls == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
+    backward = [each for each in calls if "deterministic" in each]
+    assert backward == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
+
+
+@pytest.mark.parametrize("adapter", ["flash3"])
+@pytest.mark.parametrize(("rows", "parts"), [(80, 0), (79, 1)])
+def test_flash_3_splits_the_keys_of_few_queries(
+    adapter: str, rows: int, parts: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "SPLIT_ROWS", rows)
+    problem = Case("", Dense(), (1, 40, 2, 16)).problem(torch.float16, needs_grad=True)
+    gate(problem).run(on_cpu(ADAPTERS[adapter]))
+    assert calls[0] == {"num_splits": parts}
+
+
+def test_the_sums_of_keys_split_by_flash_3_fit_into_declared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Source: flash-attention's hopper folder: num_splits_heuristic (heuristics.h), get_num_splits (flash_api.cpp)."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    variant = ADAPTERS["flash3"]
+    shapes = [(1, 1, 32, 8), (1, 4096, 2, 2), (1, 1024, 8, 8), (1, 4096, 2, 1), (3, 2048, 1, 1), (8, 16, 64, 8)]
+    splits = set()
+    for (batch, q_len, heads, kv_heads), head_dim, k_len in product(shapes, (64, 128, 256), (700, 4000, 60000)):
+        case = Case("", Dense(), (batch, q_len, heads, head_dim), kv_heads=kv_heads, k_len=k_len)
+        problem = case.problem(torch.bfloat16, needs_grad=False, device="cuda:0")
+        rows, columns = (192, 192) if head_dim == 64 else (128, 176) if head_dim == 128 else (128, 80)
+        tiles = batch * kv_heads * math.ceil(q_len * heads / kv_heads / rows)
+        parts = range(1, 1 + min(128, 132, math.ceil(k_len / columns)))
+        used = [tiles * each / 132 / math.ceil(tiles * each / 132) for each in parts]
+        found = next(each for each, share in zip(parts, used) if share >= 0.85 * max(used))
+        found = 1 if tiles >= 0.8 * 132 or parts[-1] <= 4 else found
+        splits.add(found)
+        assert batch * q_len * heads <= flash.SPLIT_ROWS
+        needed = 4 * found * batch * q_len * heads * (head_dim + 1)
+        kernel = variant.kernel(problem)
+        assert needed <= branches.workspace_bytes(problem, variant.plan(problem, kernel), kernel)
+    assert len(splits) > 5
 
 
 @pytest.mark.parametrize(
