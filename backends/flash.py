@@ -12,6 +12,7 @@ import importlib.metadata
 import math
 import os
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -45,6 +46,7 @@ class Generation(Kernel):
     softcap: float = 0.0
 
     grouped = True
+    tokens_first = True
 
     @classmethod
     def of(cls, problem: Problem) -> Generation:
@@ -53,12 +55,19 @@ class Generation(Kernel):
         return cls(window, problem.deterministic, problem.softcap)
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        refuse_tangents("flash", *call[:3])
-        out, lse = self._forward(_aligned(call))
-        if self.window != (None, None):
-            # Generation 2 returns inf for a query without keys.
-            lse = lse.masked_fill(lse == math.inf, -math.inf)
+        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
         return out[..., : call.q.shape[-1]], lse
+
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        op, windowed = self._forward(is_causal, scale), self.window != (None, None)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            refuse_tangents("flash", q, k, v)
+            out, lse, *_ = op(q, k, v)
+            # Generation 2 returns inf for a query without keys.
+            return out, lse.masked_fill(lse == math.inf, -math.inf) if windowed else lse
+
+        return run
 
     def backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
@@ -67,12 +76,13 @@ class Generation(Kernel):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
         # The kernels assume contiguous lse.
         saved = vector_aligned(grad), vector_aligned(out), lse.contiguous()
-        grads = self._backward(_aligned(call), *saved, grad_lse)
+        q, k, v = map(vector_aligned, call[:3])
+        grads = self._backward(call._replace(q=q, k=k, v=v), *saved, grad_lse)
         return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
     @abstractmethod
-    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        """`forward` on aligned tensors."""
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        """The library's function, bound to all but aligned q, k and v: out, lse and others."""
 
     @abstractmethod
     def _backward(
@@ -86,96 +96,67 @@ class Generation(Kernel):
 
 
 class Flash2(Generation):
-    """flash-attn 2."""
+    """flash-attn 2, by its extension: the interface's operators of Python take tens of microseconds more."""
 
-    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        library = PACKAGE2.load()
-        left, right = self._sides()
-        out, lse, *_ = library._wrapped_flash_attn_forward(
-            *call[:3], 0.0, call.scale, call.is_causal, left, right, self.softcap, None, False
-        )
-        return out, lse
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        op = extension2().fwd
+        given = None, None, 0.0, scale, is_causal, *self._sides(), self.softcap, False, None
+        return lambda q, k, v: op(q, k, v, *given)
 
     def _backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, ...]:
-        library = PACKAGE2.load()
-        left, right = self._sides()
         grads = _new_gradients(call)
-        library._wrapped_flash_attn_backward(
-            *(grad, *call[:3], out, lse, *grads),
-            *(0.0, call.scale, call.is_causal, left, right, self.softcap, None, self.deterministic),
-        )
+        given = None, 0.0, call.scale, call.is_causal, *self._sides(), self.softcap, self.deterministic, None, None
+        extension2().bwd(grad, *call[:3], out, lse, *grads, *given)
         return grads
 
 
 class Flash3(Generation):
     """flash-attn 3, by its ops, whose arguments are more stable than those of its Python functions."""
 
-    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        left, right = self._sides()
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            *call[:3],
-            softmax_scale=call.scale,
-            is_causal=call.is_causal,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=self.softcap,
-            # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
-            num_splits=int(call.q.shape[:3].numel() > SPLIT_ROWS),
-        )
-        return out, lse
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale)
+        # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
+        return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:3].numel() > SPLIT_ROWS), **options)
 
     def _backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, ...]:
-        left, right = self._sides()
         grads = _new_gradients(call)
-        torch.ops.flash_attn_3.bwd(
-            *(grad, *call[:3], out, lse, *grads),
-            softmax_scale=call.scale,
-            is_causal=call.is_causal,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=self.softcap,
-            deterministic=self.deterministic,
-        )
+        options = self._options(call.is_causal, call.scale)
+        torch.ops.flash_attn_3.bwd(*(grad, *call[:3], out, lse, *grads), deterministic=self.deterministic, **options)
         return grads
+
+    def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
+        window = dict(zip(("window_size_left", "window_size_right"), self._sides()))
+        return {"softmax_scale": scale, "is_causal": is_causal, "softcap": self.softcap, **window}
 
 
 class Flash4(Generation):
     """flash-attn 4; an open window side is None. It launches on the current device, wherever its tensors are."""
 
-    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        left, right = self.window
-        with current_device(call.q.device):
-            out, lse, *_ = library4()._flash_attn_fwd(
-                *call[:3],
-                softmax_scale=call.scale,
-                causal=call.is_causal,
-                window_size_left=left,
-                window_size_right=right,
-                softcap=self.softcap,
-                return_lse=True,
-            )
-        return out, lse
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        options = self._options(is_causal, scale)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            with current_device(q.device):
+                return library4()._flash_attn_fwd(q, k, v, return_lse=True, **options)
+
+        return run
 
     def _backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
     ) -> tuple[Tensor, ...]:
-        left, right = self.window
+        options = self._options(call.is_causal, call.scale) | {"deterministic": self.deterministic}
+        options |= {} if grad_lse is None else {"dlse": grad_lse.contiguous()}
         with current_device(call.q.device):
-            dq, dk, dv, *_ = library4()._flash_attn_bwd(
-                *(*call[:3], out, grad, lse),
-                softmax_scale=call.scale,
-                causal=call.is_causal,
-                window_size_left=left,
-                window_size_right=right,
-                softcap=self.softcap,
-                deterministic=self.deterministic,
-                **({} if grad_lse is None else {"dlse": grad_lse.contiguous()}),
-            )
+            dq, dk, dv, *_ = library4()._flash_attn_bwd(*call[:3], out, grad, lse, **options)
         return dq, dk, dv
+
+    def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
+        window = dict(zip(("window_size_left", "window_size_right"), self.window))
+        return {"softmax_scale": scale, "causal": is_causal, "softcap": self.softcap, **window}
 
 
 class Flash4OfBoth(Flash4):
@@ -184,13 +165,15 @@ class Flash4OfBoth(Flash4):
     takes_grad_lse = True
 
 
-def _aligned(call: DenseCall) -> DenseCall:
-    return call._replace(q=vector_aligned(call.q), k=vector_aligned(call.k), v=vector_aligned(call.v))
-
-
 def _new_gradients(call: DenseCall) -> tuple[Tensor, ...]:
     """Memory for dq, dk and dv."""
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call[:3])
+
+
+def extension2() -> Any:
+    """What flash-attn 2 is compiled to, as its interface imports it: by the first name since 2.7.2."""
+    library = PACKAGE2.load()
+    return getattr(library, "flash_attn_gpu", None) or library.flash_attn_cuda
 
 
 def library4() -> Any:
@@ -297,3 +280,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
     found = BACKEND.run(q, k, v, problem, **tensors)
     note(name, problem)
     return found
+
+
+def specialized(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """As of `Branched`; none where the first call is to compile, which `run` notes."""
+    return None if first_call_ms(problem) else BACKEND.specialized(problem, q, k, v, heads_first=heads_first)

@@ -6,6 +6,7 @@ Source: xformers 0.0.35, ops/fmha.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +31,22 @@ CUTLASS = Limits(
 class MemoryEfficient(Kernel):
     """`memory_efficient_attention_forward_requires_grad` and `memory_efficient_attention_backward`."""
 
+    tokens_first = True
+
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        refuse_tangents("xformers", *call[:3])
-        ops = PACKAGE.load()
-        out, lse = ops.memory_efficient_attention_forward_requires_grad(
-            *map(vector_aligned, call[:3]), _bias(ops, call.is_causal), 0.0, call.scale
-        )
+        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
         # One of its kernels pads lse.
         return out[..., : call.q.shape[-1]], lse[:, :, : call.q.shape[1]]
+
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        ops = PACKAGE.load()
+        op, bias = ops.memory_efficient_attention_forward_requires_grad, _bias(ops, is_causal)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            refuse_tangents("xformers", q, k, v)
+            return op(q, k, v, bias, 0.0, scale)
+
+        return run
 
     def backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
@@ -88,4 +97,5 @@ BACKEND = Branched(
 )
 
 name, refusals = BACKEND.name, BACKEND.refusals
-flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run
+flops, workspace_bytes = BACKEND.flops, BACKEND.workspace_bytes
+run, specialized = BACKEND.run, BACKEND.specialized

@@ -27,6 +27,7 @@ from attn_dispatch.kernels.limits import ANY
 from attn_dispatch.machine import environment
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
+from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -113,6 +114,18 @@ def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> No
         assert gate(problem).check(gate(problem).run(backend)).failures == ()
 
 
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_specialized_calls_give_the_bits_of_run(adapter: str, case: Case, calls: list[dict[str, Any]]) -> None:
+    backend, problem = on_cpu(ADAPTERS[adapter]), case.problem(torch.float16, needs_grad=False)
+    if not backend.refusals(problem):
+        assert optional.specialized_failures(backend, problem) == []
+    if case.id == "causal":
+        example = make(problem)
+        made = backend.specialized(problem, example.q, example.k, example.v)
+        assert (made is None) == (adapter == "float32-efficient")  # it is bound for all others
+
+
 @crossed(lambda adapter, case: {**factors_of(case), "adapter": adapter}, adapter=ADAPTERS, case=CHOSEN)
 def test_adapters_agree_with_float64(adapter: str, case: Case, calls: list[dict[str, Any]]) -> None:
     agrees(adapter, case, torch.float32, True)
@@ -150,8 +163,17 @@ def test_other_libraries_refuse_tangents(adapter: str, needs_grad: bool, calls: 
     example = make(problem)
     q, k, v = example.q, example.k, example.v
     forward_ad: Any = torch.autograd.forward_ad
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward.mode"):
-        on_cpu(ADAPTERS[adapter]).run(q, k, forward_ad.make_dual(v, torch.ones_like(v)), problem)
+    backend = on_cpu(ADAPTERS[adapter])
+    special = None if needs_grad else backend.specialized(problem, q, k, v)
+    for run in (backend.run, special or backend.run):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward.mode"):
+            run(q, k, forward_ad.make_dual(v, torch.ones_like(v)), problem)
+
+
+@pytest.mark.parametrize("imported", ["flash_attn_cuda", "flash_attn_gpu"])
+def test_the_extension_of_flash_2(imported: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries.flash_attn_2(monkeypatch, [], imported)
+    agrees("flash2", FEW[1], torch.float16, True)
 
 
 @pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4"])
@@ -227,6 +249,12 @@ def test_the_newest_generation_that_fits(
     kernel, _, scratch = branched._prepared(flash.BACKEND, problem)
     assert type(kernel).__name__ == expected
     assert scratch > 0
+    if expected != "Flash3":  # its ops are not there
+        q = torch.empty(problem.batch, problem.q_len, problem.heads, problem.head_dim, dtype=problem.dtype)
+        compiles = expected == "Flash4OfBoth"
+        assert (flash.specialized(problem, q, q, q) is None) == compiles == (flash.first_call_ms(problem) > 0)
+        monkeypatch.setattr(flash, "is_noted", lambda *given: True)
+        assert flash.specialized(problem, q, q, q) is not None
     assert flash.version() == ", ".join(
         f"{name} {version}" for name, version in NEWEST.items() if name in there and name != "xformers"
     )

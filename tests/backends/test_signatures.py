@@ -95,7 +95,7 @@ def source_of(distribution: str, path: str) -> str:
 
 def test_flash_2(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.flash_attn_2(monkeypatch, [])
-    found = record("flash2", sys.modules[flash.PACKAGE2.module], monkeypatch)
+    found = record("flash2", flash.extension2(), monkeypatch)
     found.check(lambda name: signatures.of_source(signatures.FLASH_2, name))
 
 

@@ -121,33 +121,34 @@ def flash_bias(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int 
     return as_bias(band(q, k, left, 0 if causal else right))
 
 
-def flash_attn_2(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
-    """flash-attn 2.7 to 2.8: `flash_attn.flash_attn_interface`."""
+def flash_attn_2(
+    monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], imported: str = "flash_attn_gpu"
+) -> None:
+    """flash-attn 2.7 to 2.8: `flash_attn_2_cuda`, which `flash_attn.flash_attn_interface` has imported by a name."""
 
-    def _wrapped_flash_attn_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        return_softmax,
+    def fwd(
+        q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+        return_softmax, gen_, /,
     ):  # fmt: skip
         check_rows(q, k, v)
-        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
-        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        assert (out_, alibi_slopes_, p_dropout, softcap, return_softmax, gen_) == (None, None, 0.0, 0.0, False, None)
+        bias = flash_bias(q, k, is_causal, window_size_left, window_size_right)
         return *forward(q, k, v, softmax_scale, bias, math.inf), None, None
 
-    def _wrapped_flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    def bwd(
+        dout, q, k, v, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, p_dropout, softmax_scale, is_causal,
+        window_size_left, window_size_right, softcap, deterministic, gen_, rng_state, /,
     ):  # fmt: skip
-        check_rows(dout, q, k, v, out, dq, dk, dv)
+        check_rows(dout, q, k, v, out, dq_, dk_, dv_)
         check_lse(softmax_lse, q)
-        assert (dropout_p, softcap, alibi_slopes, rng_state) == (0.0, 0.0, None, None)
+        assert (alibi_slopes_, p_dropout, softcap, gen_, rng_state) == (None, 0.0, 0.0, None, None)
         calls.append({"deterministic": deterministic, "window": (window_size_left, window_size_right)})
-        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        bias = flash_bias(q, k, is_causal, window_size_left, window_size_right)
         found = backward(dout, q, k, v, out, softmax_lse, softmax_scale, bias)
-        for into, grad in zip((dq, dk, dv), found):
+        for into, grad in zip((dq_, dk_, dv_), found):
             into.copy_(grad)
 
-    interface = {f.__name__: f for f in (_wrapped_flash_attn_forward, _wrapped_flash_attn_backward)}
-    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface=interface)
+    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={imported: _namespace(fwd, bwd)})
 
 
 def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
