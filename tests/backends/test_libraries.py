@@ -430,11 +430,37 @@ def test_xformers_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.xformers(monkeypatch, [])
     assert xformers.refusals(problem) == []
     branched._load_fault.cache_clear()
+    found, shown = ImportError("built for another PyTorch"), ImportError("Could not load this library")
+    shown.__cause__ = OSError("libcudart.so.12: cannot open shared object file")
     monkeypatch.setattr("xformers._has_cpp_library", False)
-    assert "its compiled part does not fit this PyTorch" in xformers.refusals(problem)[0].text
+    for error, ending in ((found, "ImportError: built for another PyTorch"), (shown, "load it first, by ctypes")):
+        monkeypatch.setattr("xformers._cpp_lib", SimpleNamespace(_cpp_library_load_exception=error), raising=False)
+        text = xformers.refusals(problem)[0].text
+        assert "its compiled part does not fit this PyTorch" in text
+        assert text.endswith(ending)
+        branched._load_fault.cache_clear()
+    monkeypatch.delattr(sys.modules["xformers.ops"], "memory_efficient_attention_forward_requires_grad")
+    assert "its attention is in package mslk, which is not installed" in xformers.refusals(problem)[0].text
     branched._load_fault.cache_clear()
     monkeypatch.delitem(sys.modules, "xformers.ops")
     assert "cannot be used: ModuleNotFoundError" in xformers.refusals(problem)[0].text
+
+
+@pytest.mark.parametrize("distribution", ["mslk", "mslk-cuda"])
+def test_mslk_in_the_place_of_xformers(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's mslk 0.0.0 is a placeholder."""
+    for version, expected in (("0.0.0", xformers.XFORMERS.distribution), ("1.3.0", distribution)):
+        installed(monkeypatch, {distribution: version, "xformers": "0.0.36", "flash-attn": "2.8.3"})
+        environment.installed.cache_clear()
+        assert xformers.chosen().distribution == expected
+    package = xformers.chosen()
+    monkeypatch.setattr(xformers, "PACKAGE", package)
+    assert xformers.version() == f"{distribution} 1.3.0 torch {torch.__version__} flash-attn 2.8.3"
+    libraries.xformers(monkeypatch, [], "mslk__attention__fmha")
+    backend = on_cpu(ADAPTERS["xformers"]._replace(package=package))
+    problem = FEW[1].problem(torch.float16, needs_grad=True)
+    assert backend.refusals(problem) == []
+    assert gate(problem).check(gate(problem).run(backend)).failures == ()
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 3, 16), (2, 40, 3, 9)], ids=str)

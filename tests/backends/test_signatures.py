@@ -124,8 +124,10 @@ def test_the_cache_of_flash_4_has_its_names(tmp_path: Path, monkeypatch: pytest.
     assert set(flash.compile_cache()) <= {name for name in text.replace('"', " ").split() if name.startswith("FLASH_")}
 
 
-def test_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = source_of("xformers", "xformers/ops/fmha/__init__.py")
+@pytest.mark.parametrize("package", [xformers.XFORMERS, xformers.MSLK, xformers.MSLK_OF_PYPI], ids=lambda each: each[0])
+def test_xformers(package: branched.Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = "xformers/ops" if package is xformers.XFORMERS else "mslk/attention"
+    text = source_of(package.distribution, f"{folder}/fmha/__init__.py")
     libraries.xformers(monkeypatch, [])
     found = record("xformers", sys.modules[xformers.PACKAGE.module], monkeypatch)
     found.check(lambda name: signatures.of_source(text, name))

@@ -246,8 +246,10 @@ class LowerTriangularMask:
     """Lines up the first query with the first key."""
 
 
-def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
-    """xformers 0.0.35: `xformers.ops`. Its kernels may round the rows of lse up, and what is in them is anything."""
+def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], ops_of: str = "xformers__ops") -> None:
+    """xformers 0.0.35: `xformers.ops`; MSLK 1.3.0: `mslk.attention.fmha`. Their kernels may round the rows of lse up,
+    and what is in them is anything.
+    """
 
     def bias_of(attn_bias: object, q: Tensor, k: Tensor) -> Tensor:
         if attn_bias is None:
@@ -276,7 +278,7 @@ def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> No
 
     functions = (memory_efficient_attention_forward_requires_grad, memory_efficient_attention_backward)
     ops = {f.__name__: f for f in functions} | {"LowerTriangularMask": LowerTriangularMask}
-    modules(monkeypatch, xformers={"_has_cpp_library": True}, xformers__ops=ops)
+    modules(monkeypatch, xformers={"_has_cpp_library": True}, mslk={}, mslk__attention={}, **{ops_of: ops})
 
 
 # --- PyTorch's ops, [batch, heads, len, head_dim] ---------------------------------------------------------------------
