@@ -190,6 +190,11 @@ def _devices_differ() -> bool:
     return len({torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}) > 1
 
 
+def hint4(cuda: str | None) -> str:
+    """How to install it for PyTorch's CUDA: its compiler is that of CUDA 12 unless the extra is asked for."""
+    return "pip install 'attn-dispatch[flash4]'" + " 'flash-attn-4[cu13]'" * (cuda or "").startswith("13.")
+
+
 def compile_cache() -> dict[str, str]:
     """Environment variables for a cache of compiled kernels on disk, which flash-attn 4 does without by default.
 
@@ -225,7 +230,7 @@ FLASH4_GEFORCE = FLASH4_BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), 
 PACKAGE2 = Package("flash-attn", "pip install 'attn-dispatch[flash]'", "flash_attn.flash_attn_interface", (2, 7))
 PACKAGE3 = Package("flash_attn_3", "it is built from flash-attention's hopper folder", "flash_attn_3._C", (3,))
 PACKAGE4 = Package(
-    "flash-attn-4", "pip install 'attn-dispatch[flash4]'", "flash_attn.cute.interface", (4,), environment=compile_cache
+    "flash-attn-4", hint4(torch.version.cuda), "flash_attn.cute.interface", (4,), environment=compile_cache
 )
 
 

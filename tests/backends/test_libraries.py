@@ -375,6 +375,11 @@ def test_flash_4_on_several_gpus(second: tuple[int, int], monkeypatch: pytest.Mo
     assert capability.cache_info().hits == (second == (9, 0))  # where all are alike, it is asked once
 
 
+def test_flash_4_is_installed_for_the_cuda_of_pytorch() -> None:
+    assert flash.hint4("13.0") == flash.hint4("13.2") == f"{flash.hint4('12.9')} 'flash-attn-4[cu13]'"
+    assert flash.hint4(None) == flash.hint4("12.9") == "pip install 'attn-dispatch[flash4]'"
+
+
 def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (flash.CACHE_ENABLED, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
