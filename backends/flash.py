@@ -35,6 +35,7 @@ CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 
 SPLIT_ROWS = 8192  #: of q, up to which flash-attn 3 may split the keys: `workspace_bytes` covers the parts' sums
 
 Sides = tuple[int | None, int | None]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,8 @@ class Generation(Kernel):
         if self.window != (None, None):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
         # The kernels assume contiguous lse.
-        saved = vector_aligned(grad), vector_aligned(out), lse.contiguous()
-        q, k, v = map(vector_aligned, call[:3])
-        grads = self._backward(call._replace(q=q, k=k, v=v), *saved, grad_lse)
+        saved = *map(vector_aligned, (grad, *call[:3], out)), lse.contiguous()
+        grads = self._backward(call.is_causal, call.scale, saved, grad_lse)
         return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
     @abstractmethod
@@ -85,10 +85,8 @@ class Generation(Kernel):
         """The library's function, bound to all but aligned q, k and v: out, lse and others."""
 
     @abstractmethod
-    def _backward(
-        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """`backward` on aligned tensors."""
+    def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
+        """`backward` of the gradient of out, and of q, k, v, out and lse, all aligned."""
 
     def _sides(self) -> tuple[int, int]:
         left, right = (-1 if side is None else side for side in self.window)
@@ -103,12 +101,10 @@ class Flash2(Generation):
         given = None, None, 0.0, scale, is_causal, *self._sides(), self.softcap, False, None
         return lambda q, k, v: op(q, k, v, *given)
 
-    def _backward(
-        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        grads = _new_gradients(call)
-        given = None, 0.0, call.scale, call.is_causal, *self._sides(), self.softcap, self.deterministic, None, None
-        extension2().bwd(grad, *call[:3], out, lse, *grads, *given)
+    def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
+        grads = _new_gradients(saved)
+        given = None, 0.0, scale, is_causal, *self._sides(), self.softcap, self.deterministic, None, None
+        extension2().bwd(*saved, *grads, *given)
         return grads
 
 
@@ -120,12 +116,9 @@ class Flash3(Generation):
         # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
         return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:3].numel() > SPLIT_ROWS), **options)
 
-    def _backward(
-        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        grads = _new_gradients(call)
-        options = self._options(call.is_causal, call.scale)
-        torch.ops.flash_attn_3.bwd(*(grad, *call[:3], out, lse, *grads), deterministic=self.deterministic, **options)
+    def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
+        grads, options = _new_gradients(saved), self._options(is_causal, scale)
+        torch.ops.flash_attn_3.bwd(*saved, *grads, deterministic=self.deterministic, **options)
         return grads
 
     def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
@@ -145,13 +138,12 @@ class Flash4(Generation):
 
         return run
 
-    def _backward(
-        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        options = self._options(call.is_causal, call.scale) | {"deterministic": self.deterministic}
+    def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
+        options = self._options(is_causal, scale) | {"deterministic": self.deterministic}
         options |= {} if grad_lse is None else {"dlse": grad_lse.contiguous()}
-        with current_device(call.q.device):
-            dq, dk, dv, *_ = library4()._flash_attn_bwd(*call[:3], out, grad, lse, **options)
+        grad, *qkv, out, lse = saved
+        with current_device(grad.device):
+            dq, dk, dv, *_ = library4()._flash_attn_bwd(*qkv, out, grad, lse, **options)
         return dq, dk, dv
 
     def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
@@ -165,9 +157,9 @@ class Flash4OfBoth(Flash4):
     takes_grad_lse = True
 
 
-def _new_gradients(call: DenseCall) -> tuple[Tensor, ...]:
+def _new_gradients(saved: Tensors) -> Tensors:
     """Memory for dq, dk and dv."""
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call[:3])
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[1:4])
 
 
 def extension2() -> Any:

@@ -82,15 +82,14 @@ class Kernel:
     """Dense attention.
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
-    takes the gradient of lse. `allocates`: copies of rows, or sums in a wider dtype. `vectors`: reads rows in whole
-    vectors. `tokens_first`: its op takes [batch, len, heads, head_dim].
+    takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
+    `tokens_first`: its op takes [batch, len, heads, head_dim].
     """
 
     grouped = False
     masks = False
     takes_grad_lse = False
-    allocates = True
-    vectors = True
+    allocates = reads_vectors = True
     tokens_first = False
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
@@ -123,10 +122,10 @@ class Kernel:
         call = self.bound(is_causal, scale)
         if call is None or any(x.stride(-1) != 1 for x in (q, k, v)):
             return None
-        # Of tensors as vector_aligned leaves them, addresses alone can differ.
-        vectors, turned = self.vectors, heads_first == self.tokens_first
+        vectors = self.reads_vectors  # of tensors as vector_aligned leaves them, addresses alone can differ
         if vectors and not all(vector_aligned(x) is x for x in (q, k, v)):
             return None
+        turned = heads_first == self.tokens_first
         batch, heads, rows = (q if heads_first else q.transpose(1, 2)).shape[:3]
 
         def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -148,8 +147,7 @@ class CpuFlash(Kernel):
     # Tested with 2.13; older releases get one key head per query head.
     grouped = VERSION >= (2, 13)
     masks = True
-    allocates = False
-    vectors = False
+    allocates = reads_vectors = False
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         q, k, v = heads_first(call.q), heads_first(call.k), heads_first(call.v)

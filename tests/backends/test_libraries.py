@@ -94,12 +94,17 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     elif adapter == "xformers":
         libraries.xformers(monkeypatch, seen)
     elif adapter.startswith("cudnn"):
-        libraries.in_place_of_aten(monkeypatch, sdpa_cudnn, libraries.cudnn_ops(3 if "before" in adapter else 4))
+        _replace_ops(sdpa_cudnn, libraries.cudnn_ops(3 if "before" in adapter else 4), monkeypatch)
     else:
         ops = libraries.flash_ops() if adapter == "torch-flash" else libraries.efficient_ops()
-        libraries.in_place_of_aten(monkeypatch, dense, ops)
+        _replace_ops(dense, ops, monkeypatch)
     with context:
         yield seen
+
+
+def _replace_ops(module: Any, ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "aten", ops)
+    monkeypatch.setattr(module, "binding", lambda name: getattr(ops, name))
 
 
 def on_cpu(variant: Variant) -> Branched:
@@ -471,7 +476,7 @@ def test_mslk_in_the_place_of_xformers(distribution: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("shape", [(2, 40, 3, 16), (2, 40, 3, 9)], ids=str)
 def test_cudnn_gets_out_in_the_cached_layout(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake op caches plans as PyTorch does, by q, k and v: out in another layout would be misread."""
-    monkeypatch.setattr(sdpa_cudnn, "aten", libraries.cudnn_ops(4))
+    _replace_ops(sdpa_cudnn, libraries.cudnn_ops(4), monkeypatch)
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(shape) for _ in range(4))
     kernel, call = sdpa_cudnn.Cudnn(), DenseCall(q, k, v, True, 0.3)

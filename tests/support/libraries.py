@@ -284,12 +284,6 @@ def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], ops_o
 # --- PyTorch's ops, [batch, heads, len, head_dim] ---------------------------------------------------------------------
 
 
-def in_place_of_aten(monkeypatch: pytest.MonkeyPatch, module: ModuleType, ops: SimpleNamespace) -> None:
-    """Have a module call these ops by `torch.ops` and by torch's bindings."""
-    monkeypatch.setattr(module, "aten", ops)
-    monkeypatch.setattr(module, "binding", lambda name: getattr(ops, name))
-
-
 def _turned(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
