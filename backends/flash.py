@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import refuse_tangents
+from attn_dispatch.kernels.branches import flash4
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
-from attn_dispatch.machine import code_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 
-COMPILE_MS = 60_000.0  #: of flash-attn 4: four or five kernels for a case
-CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 4
 SPLIT_ROWS = 8192  #: of q, up to which flash-attn 3 may split the keys: `workspace_bytes` covers the parts' sums
 
 Sides = tuple[int | None, int | None]
@@ -134,7 +130,7 @@ class Flash4(Generation):
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
             with current_device(q.device):
-                return library4()._flash_attn_fwd(q, k, v, return_lse=True, **options)
+                return flash4.library()._flash_attn_fwd(q, k, v, return_lse=True, **options)
 
         return run
 
@@ -143,7 +139,7 @@ class Flash4(Generation):
         options |= {} if grad_lse is None else {"dlse": grad_lse.contiguous()}
         grad, *qkv, out, lse = saved
         with current_device(grad.device):
-            dq, dk, dv, *_ = library4()._flash_attn_bwd(*qkv, out, grad, lse, **options)
+            dq, dk, dv, *_ = flash4.library()._flash_attn_bwd(*qkv, out, grad, lse, **options)
         return dq, dk, dv
 
     def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
@@ -168,62 +164,18 @@ def extension2() -> Any:
     return getattr(library, "flash_attn_gpu", None) or library.flash_attn_cuda
 
 
-def library4() -> Any:
-    """flash-attn 4, ready for the current device: it remembers the compute capability of the first one."""
-    library = PACKAGE4.load()
-    if _devices_differ():
-        library._get_device_arch.cache_clear()
-    return library
-
-
-@cache
-def _devices_differ() -> bool:
-    """Whether this machine has GPUs of several compute capabilities."""
-    return len({torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}) > 1
-
-
-def hint4(cuda: str | None) -> str:
-    """How to install it for PyTorch's CUDA: its compiler is that of CUDA 12 unless the extra is asked for."""
-    return "pip install 'attn-dispatch[flash4]'" + " 'flash-attn-4[cu13]'" * (cuda or "").startswith("13.")
-
-
-def compile_cache() -> dict[str, str]:
-    """Environment variables for a cache of compiled kernels on disk, which flash-attn 4 does without by default.
-
-    Its files are executed: they are in a folder that only this user can write to, beside the code of `native`. The
-    library's own choice is a folder in /tmp with a predictable name.
-    """
-    if CACHE_ENABLED in os.environ:
-        return {}
-    folder = code_folder.writable("flash-attn-4")
-    return {} if folder is None else {CACHE_ENABLED: "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder)}
-
-
 def current_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
-FLASH4_HOPPER = Limits(
-    "cuda",
-    dict.fromkeys(HALF, (9, 0)),
-    highest=(9, 0),
-    head_dim=256,
-    grad_lse=True,
-    most_rows=LARGEST_GRID,
-    platforms=("linux",),
-)
-FLASH4_BLACKWELL = FLASH4_HOPPER._replace(dtypes=dict.fromkeys(HALF, (10, 0)), highest=(11, 0), head_dim=128)
 # Kernels of their own; the backward pass has neither windows, a softcap nor a gradient of lse.
-FLASH4_BLACKWELL_256 = FLASH4_BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False, softcap=False)
+BLACKWELL_256 = flash4.BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False, softcap=False)
 # Those of Ampere, in less shared memory.
-FLASH4_GEFORCE = FLASH4_BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), highest=(12, 1), repeatable_head_dim=0)
+GEFORCE = flash4.BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), highest=(12, 1), repeatable_head_dim=0)
 
 PACKAGE2 = Package("flash-attn", "pip install 'attn-dispatch[flash]'", "flash_attn.flash_attn_interface", (2, 7))
 PACKAGE3 = Package("flash_attn_3", "it is built from flash-attention's hopper folder", "flash_attn_3._C", (3,))
-PACKAGE4 = Package(
-    "flash-attn-4", hint4(torch.version.cuda), "flash_attn.cute.interface", (4,), environment=compile_cache
-)
 
 
 def version() -> str:
@@ -233,7 +185,7 @@ def version() -> str:
         PackageNotFoundError: none is installed.
     """
     found = []
-    for package in (PACKAGE4, PACKAGE3, PACKAGE2):
+    for package in (flash4.PACKAGE, PACKAGE3, PACKAGE2):
         try:
             found.append(f"{package.distribution} {package.version()}")
         except importlib.metadata.PackageNotFoundError:
@@ -248,13 +200,13 @@ _PATTERNS = (Dense, Dilated, Window)
 BACKEND = Branched(
     "flash",
     (
-        Variant(FLASH4_BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", PACKAGE4, _PATTERNS),
-        Variant(FLASH4_BLACKWELL_256, Flash4.of, "flash-attn 4 on Blackwell with head_dim 256", PACKAGE4),
-        Variant(FLASH4_HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", PACKAGE4, _PATTERNS),
+        Variant(flash4.BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", flash4.PACKAGE, _PATTERNS),
+        Variant(BLACKWELL_256, Flash4.of, "flash-attn 4 on Blackwell with head_dim 256", flash4.PACKAGE),
+        Variant(flash4.HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", flash4.PACKAGE, _PATTERNS),
         Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS),
         Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS),
         # Last: flash-attn 2 has kernels built for these devices.
-        Variant(FLASH4_GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", PACKAGE4, _PATTERNS),
+        Variant(GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", flash4.PACKAGE, _PATTERNS),
     ),
     version,
 )
@@ -268,7 +220,7 @@ score_terms = ("softcap",)
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
     compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem)
-    return COMPILE_MS if compiles else 0.0
+    return flash4.COMPILE_MS if compiles else 0.0
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ import torch
 from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.kernels.branches import flash4 as flash4_package
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CpuFlash, DenseCall
@@ -265,7 +266,8 @@ def test_the_newest_generation_that_fits(
     )
 
 
-OF_TORCH = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32", "sdpa_mask", "tiles", "flex", "manual", "xformers")
+OF_SDPA = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32", "sdpa_mask")
+OF_TORCH = (*OF_SDPA, "tiles", "flex", "flex_flash", "manual", "xformers")
 SURROUNDINGS = {"torch": "2.13.0", "triton": "3.9.0", "active": None, "cudnn": 91501, "interpreter": "0", **NEWEST}
 
 
@@ -284,6 +286,7 @@ SURROUNDINGS = {"torch": "2.13.0", "triton": "3.9.0", "active": None, "cudnn": 9
         ("sdpa", {"active": "FA4", "flash-attn-4": "4.0.0b37"}),
         ("sdpa_cudnn", {"cudnn": 92400}),
         ("flex", {"triton": "9.9"}),
+        ("flex_flash", {"flash-attn-4": "4.0.0b37"}),
         ("triton", {"triton": "9.9"}),
         ("triton_tiles", {"interpreter": "1"}),
     ],
@@ -373,25 +376,29 @@ def test_flash_4_on_several_gpus(second: tuple[int, int], monkeypatch: pytest.Mo
     libraries.modules(monkeypatch, flash_attn__cute={}, flash_attn__cute__interface={"_get_device_arch": capability})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
-    monkeypatch.setattr(flash, "_devices_differ", flash._devices_differ.__wrapped__)
+    monkeypatch.setattr(flash4_package, "_devices_differ", flash4_package._devices_differ.__wrapped__)
     for number in (0, 1):
         current[0] = number
-        assert flash.library4()._get_device_arch() == capabilities[number]
+        assert flash4_package.library()._get_device_arch() == capabilities[number]
     assert capability.cache_info().hits == (second == (9, 0))  # where all are alike, it is asked once
 
 
 def test_flash_4_is_installed_for_the_cuda_of_pytorch() -> None:
-    assert flash.hint4("13.0") == flash.hint4("13.2") == f"{flash.hint4('12.9')} 'flash-attn-4[cu13]'"
-    assert flash.hint4(None) == flash.hint4("12.9") == "pip install 'attn-dispatch[flash4]'"
+    assert (
+        flash4_package.hint("13.0")
+        == flash4_package.hint("13.2")
+        == f"{flash4_package.hint('12.9')} 'flash-attn-4[cu13]'"
+    )
+    assert flash4_package.hint(None) == flash4_package.hint("12.9") == "pip install 'attn-dispatch[flash4]'"
 
 
 def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (flash.CACHE_ENABLED, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    names = (flash4_package.CACHE_ENABLED, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
     def loaded() -> list[str | None]:
-        monkeypatch.delitem(sys.modules, flash.PACKAGE4.module, raising=False)
+        monkeypatch.delitem(sys.modules, flash4_package.PACKAGE.module, raising=False)
         with pytest.raises(ImportError):
-            flash.PACKAGE4.load()
+            flash4_package.PACKAGE.load()
         return [os.environ.get(name) for name in names]
 
     monkeypatch.setattr("platformdirs.user_cache_path", lambda *args, **kwargs: tmp_path)
@@ -401,9 +408,9 @@ def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert loaded() == ["1", str(tmp_path / "flash-attn-4")]
     for name in names:
         monkeypatch.delenv(name)
-    monkeypatch.setenv(flash.CACHE_ENABLED, "0")  # the user's choice
+    monkeypatch.setenv(flash4_package.CACHE_ENABLED, "0")  # the user's choice
     assert loaded() == ["0", None]
-    monkeypatch.delenv(flash.CACHE_ENABLED)
+    monkeypatch.delenv(flash4_package.CACHE_ENABLED)
     (tmp_path / "flash-attn-4").chmod(0o777)  # its files are executed
     assert loaded() == ["1", str(cache_folder() / "flash-attn-4")]
     for name in names:

@@ -19,6 +19,7 @@ import torch
 from attn_dispatch.backends import flash, sdpa_cudnn, xformers
 from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.kernels.branches import flash4 as flash4_package
 from attn_dispatch.machine import environment
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing.cases import Case
@@ -111,17 +112,19 @@ def test_flash_3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flash_4(monkeypatch: pytest.MonkeyPatch) -> None:
     text = source_of("flash-attn-4", "flash_attn/cute/interface.py")
     libraries.flash_attn_4(monkeypatch, [])
-    found = record("flash4", sys.modules[flash.PACKAGE4.module], monkeypatch)
+    found = record("flash4", sys.modules[flash4_package.PACKAGE.module], monkeypatch)
     assert any("dlse" in kwargs for _, kwargs in found.calls["_flash_attn_bwd"])
     found.check(lambda name: signatures.of_source(text, name))
 
 
 def test_the_cache_of_flash_4_has_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = source_of("flash-attn-4", "flash_attn/cute/cache_utils.py")
-    monkeypatch.delenv(flash.CACHE_ENABLED, raising=False)
+    monkeypatch.delenv(flash4_package.CACHE_ENABLED, raising=False)
     monkeypatch.setattr("platformdirs.user_cache_path", lambda *args, **kwargs: tmp_path)
-    assert len(flash.compile_cache()) == 2
-    assert set(flash.compile_cache()) <= {name for name in text.replace('"', " ").split() if name.startswith("FLASH_")}
+    assert len(flash4_package.compile_cache()) == 2
+    assert set(flash4_package.compile_cache()) <= {
+        name for name in text.replace('"', " ").split() if name.startswith("FLASH_")
+    }
 
 
 @pytest.mark.parametrize("package", [xformers.XFORMERS, xformers.MSLK, xformers.MSLK_OF_PYPI], ids=lambda each: each[0])
