@@ -29,7 +29,7 @@ LIMITS = flash4.BLACKWELL._replace(dtypes=flash4.HOPPER.dtypes, masks=True, leas
 
 
 def version() -> str:
-    """Of PyTorch and of flash-attn 4. Raises PackageNotFoundError: the second is not installed."""
+    """The versions of PyTorch and of flash-attn 4. Raises PackageNotFoundError without the second."""
     return f"{torch.__version__} {flash4.PACKAGE.distribution} {flash4.PACKAGE.version()}"
 
 
@@ -49,9 +49,9 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 def workspace_bytes(problem: Problem) -> int:
     """Those of `flex`, and of the sums in float32 of a backward pass, in whole blocks."""
-    rows = problem.heads * (problem.q_len + attention.BLOCK) + 2 * problem.kv_heads * (problem.k_len + attention.BLOCK)
-    sums = 4 * problem.batch * rows * (problem.head_dim + 32) if problem.needs_grad else 0
-    return attention.workspace_bytes(problem) + sums
+    q, k = problem.q_len + attention.BLOCK, problem.k_len + attention.BLOCK
+    rows = problem.batch * (problem.heads * q + 2 * problem.kv_heads * k) * problem.needs_grad
+    return attention.workspace_bytes(problem) + 4 * rows * (problem.head_dim + 32)
 
 
 def first_call_ms(problem: Problem) -> float:

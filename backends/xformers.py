@@ -1,4 +1,4 @@
-"""The memory-efficient attention of xformers or MSLK, forward with lse and backward; they choose among their kernels.
+"""Memory-efficient attention of xformers or MSLK, forward with lse and backward; they choose among their kernels.
 
 Source: xformers 0.0.35, ops/fmha; MSLK 1.3.0, mslk/attention/fmha, from which xformers imports it since ca6d2aa
 (2026-04).
@@ -78,7 +78,7 @@ def fault(ops: Any) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     text = f"its compiled part does not fit this PyTorch, and without it no kernel runs on CUDA: {one_line(error)}"
-    return text + "; nvidia-cuda-runtime-cu12 has it: load it first, by ctypes" * ("libcudart" in text)
+    return f"{text}; nvidia-cuda-runtime-cu12 has it: load it first, by ctypes" if "libcudart" in text else text
 
 
 MSLK = Package(

@@ -110,8 +110,8 @@ class Kernel:
         raise NotImplementedError
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]] | None:
-        """The op, bound to all but q, k and v in its layout with last stride 1: out, lse, and what is not used. None:
-        calls need more than the op.
+        """The op, bound to all but q, k and v in its layout with last stride 1: out, lse, and what is not used.
+        None: calls need more than the op.
         """
         return None
 

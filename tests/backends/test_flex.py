@@ -239,7 +239,7 @@ def test_where_flash_4_is_not_offered(flash4: dict[str, str], monkeypatch: pytes
 def test_the_call_of_flash_4(
     masked: bool, capability: tuple[int, int], side: int, flash4: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernel takes tables of partly and of wholly seen blocks, of its own tiles; Triton's is compiled apart."""
+    """Its kernel takes tables of partly and of wholly seen blocks, of its tiles; Triton's is compiled apart."""
     Compiler(monkeypatch)
     given: list[dict[str, Any]] = []
 

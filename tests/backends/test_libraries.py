@@ -80,8 +80,8 @@ def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Installs the fake library of the test's `adapter`; the list holds the arguments of its backward passes, and how
-    many parts of the keys the forward passes of flash-attn 3 were to make.
+    """Installs the fake library of the test's `adapter`; the list holds the arguments of its backward passes, and
+    how many parts of the keys the forward passes of flash-attn 3 were to make.
     """
     adapter: str = request.getfixturevalue("adapter")
     seen: list[dict[str, Any]] = []
@@ -205,7 +205,7 @@ def test_flash_3_splits_the_keys_of_few_queries(
 
 
 def test_the_sums_of_keys_split_by_flash_3_fit_into_declared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Source: flash-attention's hopper folder: num_splits_heuristic (heuristics.h), get_num_splits (flash_api.cpp)."""
+    """Source: flash-attention, hopper: num_splits_heuristic (heuristics.h), get_num_splits (flash_api.cpp)."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     variant = ADAPTERS["flash3"]
     shapes = [(1, 1, 32, 8), (1, 4096, 2, 2), (1, 1024, 8, 8), (1, 4096, 2, 1), (3, 2048, 1, 1), (8, 16, 64, 8)]

@@ -124,7 +124,7 @@ def flash_bias(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int 
 def flash_attn_2(
     monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], imported: str = "flash_attn_gpu"
 ) -> None:
-    """flash-attn 2.7 to 2.8: `flash_attn_2_cuda`, which `flash_attn.flash_attn_interface` has imported by a name."""
+    """flash-attn 2.7 to 2.8: `flash_attn_2_cuda`, under the name by which `flash_attn_interface` imports it."""
 
     def fwd(
         q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
@@ -247,8 +247,8 @@ class LowerTriangularMask:
 
 
 def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], ops_of: str = "xformers__ops") -> None:
-    """xformers 0.0.35: `xformers.ops`; MSLK 1.3.0: `mslk.attention.fmha`. Their kernels may round the rows of lse up,
-    and what is in them is anything.
+    """xformers 0.0.35: `xformers.ops`; MSLK 1.3.0: `mslk.attention.fmha`. Their kernels may round the rows of lse
+    up, and what is in them is anything.
     """
 
     def bias_of(attn_bias: object, q: Tensor, k: Tensor) -> Tensor:

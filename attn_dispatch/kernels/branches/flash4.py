@@ -46,7 +46,8 @@ def _devices_differ() -> bool:
 
 def hint(cuda: str | None) -> str:
     """How to install it for PyTorch's CUDA: its compiler is that of CUDA 12 unless the extra is asked for."""
-    return "pip install 'attn-dispatch[flash4]'" + " 'flash-attn-4[cu13]'" * (cuda or "").startswith("13.")
+    extra = " 'flash-attn-4[cu13]'" if (cuda or "").startswith("13.") else ""
+    return f"pip install 'attn-dispatch[flash4]'{extra}"
 
 
 def compile_cache() -> dict[str, str]:
