@@ -197,9 +197,14 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _plain(x: Tensor) -> Tensor:
     """x contiguous, its signs in memory, with the default stride also on axes of size 1."""
-    if x.is_contiguous() and not x.is_neg() and 1 not in x.shape:
+    if x.stride() == _strides(x.shape) and not x.is_neg():
         return x
     return x.resolve_neg().contiguous().reshape(-1).view(x.shape)
+
+
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _masks(tensors: dict[str, Tensor]) -> list[Tensor | None]:
