@@ -10,29 +10,28 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import refuse_tangents
+from attn_dispatch.kernels.branches import flash4
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
-from attn_dispatch.machine import code_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 
-COMPILE_MS = 60_000.0  #: of flash-attn 4: four or five kernels for a case
-CACHE_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  #: read by flash-attn 4
+SPLIT_ROWS = 8192  #: of q, up to which flash-attn 3 may split the keys: `workspace_bytes` covers the parts' sums
 
 Sides = tuple[int | None, int | None]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class Generation(Kernel):
     softcap: float = 0.0
 
     grouped = True
+    tokens_first = True
 
     @classmethod
     def of(cls, problem: Problem) -> Generation:
@@ -52,12 +52,19 @@ class Generation(Kernel):
         return cls(window, problem.deterministic, problem.softcap)
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        refuse_tangents("flash", *call[:3])
-        out, lse = self._forward(_aligned(call))
-        if self.window != (None, None):
-            # Generation 2 returns inf for a query without keys.
-            lse = lse.masked_fill(lse == math.inf, -math.inf)
+        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
         return out[..., : call.q.shape[-1]], lse
+
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        op, windowed = self._forward(is_causal, scale), self.window != (None, None)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            refuse_tangents("flash", q, k, v)
+            out, lse, *_ = op(q, k, v)
+            # Generation 2 returns inf for a query without keys.
+            return out, lse.masked_fill(lse == math.inf, -math.inf) if windowed else lse
+
+        return run
 
     def backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
@@ -65,19 +72,17 @@ class Generation(Kernel):
         if self.window != (None, None):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
         # The kernels assume contiguous lse.
-        saved = vector_aligned(grad), vector_aligned(out), lse.contiguous()
-        grads = self._backward(_aligned(call), *saved, grad_lse)
+        saved = *map(vector_aligned, (grad, *call[:3], out)), lse.contiguous()
+        grads = self._backward(call.is_causal, call.scale, saved, grad_lse)
         return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
     @abstractmethod
-    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        """`forward` on aligned tensors."""
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        """The library's function, bound to all but aligned q, k and v: out, lse and others."""
 
     @abstractmethod
-    def _backward(
-        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """`backward` on aligned tensors."""
+    def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
+        """`backward` of the gradient of out, and of q, k, v, out and lse, all aligned."""
 
     def _sides(self) -> tuple[int, int]:
         left, right = (-1 if side is None else side for side in self.window)
@@ -85,95 +90,61 @@ class Generation(Kernel):
 
 
 class Flash2(Generation):
-    """flash-attn 2."""
+    """flash-attn 2, by its extension: the interface's operators of Python take tens of microseconds more."""
 
-    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        library = PACKAGE2.load()
-        left, right = self._sides()
-        out, lse, *_ = library._wrapped_flash_attn_forward(
-            *call[:3], 0.0, call.scale, call.is_causal, left, right, self.softcap, None, False
-        )
-        return out, lse
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        op = extension2().fwd
+        given = None, None, 0.0, scale, is_causal, *self._sides(), self.softcap, False, None
+        return lambda q, k, v: op(q, k, v, *given)
 
-    def _backward(
-        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        library = PACKAGE2.load()
-        left, right = self._sides()
-        grads = _new_gradients(call)
-        library._wrapped_flash_attn_backward(
-            *(grad, *call[:3], out, lse, *grads),
-            *(0.0, call.scale, call.is_causal, left, right, self.softcap, None, self.deterministic),
-        )
+    def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
+        grads = _new_gradients(saved)
+        given = None, 0.0, scale, is_causal, *self._sides(), self.softcap, self.deterministic, None, None
+        extension2().bwd(*saved, *grads, *given)
         return grads
 
 
 class Flash3(Generation):
     """flash-attn 3, by its ops, whose arguments are more stable than those of its Python functions."""
 
-    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        left, right = self._sides()
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(
-            *call[:3],
-            softmax_scale=call.scale,
-            is_causal=call.is_causal,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=self.softcap,
-            num_splits=1,
-        )
-        return out, lse
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale)
+        # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
+        return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:3].numel() > SPLIT_ROWS), **options)
 
-    def _backward(
-        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        left, right = self._sides()
-        grads = _new_gradients(call)
-        torch.ops.flash_attn_3.bwd(
-            *(grad, *call[:3], out, lse, *grads),
-            softmax_scale=call.scale,
-            is_causal=call.is_causal,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=self.softcap,
-            deterministic=self.deterministic,
-        )
+    def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
+        grads, options = _new_gradients(saved), self._options(is_causal, scale)
+        torch.ops.flash_attn_3.bwd(*saved, *grads, deterministic=self.deterministic, **options)
         return grads
+
+    def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
+        window = dict(zip(("window_size_left", "window_size_right"), self._sides()))
+        return {"softmax_scale": scale, "is_causal": is_causal, "softcap": self.softcap, **window}
 
 
 class Flash4(Generation):
     """flash-attn 4; an open window side is None. It launches on the current device, wherever its tensors are."""
 
-    def _forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        left, right = self.window
-        with current_device(call.q.device):
-            out, lse, *_ = library4()._flash_attn_fwd(
-                *call[:3],
-                softmax_scale=call.scale,
-                causal=call.is_causal,
-                window_size_left=left,
-                window_size_right=right,
-                softcap=self.softcap,
-                return_lse=True,
-            )
-        return out, lse
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        options = self._options(is_causal, scale)
 
-    def _backward(
-        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        left, right = self.window
-        with current_device(call.q.device):
-            dq, dk, dv, *_ = library4()._flash_attn_bwd(
-                *(*call[:3], out, grad, lse),
-                softmax_scale=call.scale,
-                causal=call.is_causal,
-                window_size_left=left,
-                window_size_right=right,
-                softcap=self.softcap,
-                deterministic=self.deterministic,
-                **({} if grad_lse is None else {"dlse": grad_lse.contiguous()}),
-            )
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            with current_device(q.device):
+                return flash4.library()._flash_attn_fwd(q, k, v, return_lse=True, **options)
+
+        return run
+
+    def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
+        options = self._options(is_causal, scale) | {"deterministic": self.deterministic}
+        options |= {} if grad_lse is None else {"dlse": grad_lse.contiguous()}
+        grad, *qkv, out, lse = saved
+        with current_device(grad.device):
+            dq, dk, dv, *_ = flash4.library()._flash_attn_bwd(*qkv, out, grad, lse, **options)
         return dq, dk, dv
+
+    def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
+        window = dict(zip(("window_size_left", "window_size_right"), self.window))
+        return {"softmax_scale": scale, "causal": is_causal, "softcap": self.softcap, **window}
 
 
 class Flash4OfBoth(Flash4):
@@ -182,39 +153,15 @@ class Flash4OfBoth(Flash4):
     takes_grad_lse = True
 
 
-def _aligned(call: DenseCall) -> DenseCall:
-    return call._replace(q=vector_aligned(call.q), k=vector_aligned(call.k), v=vector_aligned(call.v))
-
-
-def _new_gradients(call: DenseCall) -> tuple[Tensor, ...]:
+def _new_gradients(saved: Tensors) -> Tensors:
     """Memory for dq, dk and dv."""
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call[:3])
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in saved[1:4])
 
 
-def library4() -> Any:
-    """flash-attn 4, ready for the current device: it remembers the compute capability of the first one."""
-    library = PACKAGE4.load()
-    if _devices_differ():
-        library._get_device_arch.cache_clear()
-    return library
-
-
-@cache
-def _devices_differ() -> bool:
-    """Whether this machine has GPUs of several compute capabilities."""
-    return len({torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())}) > 1
-
-
-def compile_cache() -> dict[str, str]:
-    """Environment variables for a cache of compiled kernels on disk, which flash-attn 4 does without by default.
-
-    Its files are executed: they are in a folder that only this user can write to, beside the code of `native`. The
-    library's own choice is a folder in /tmp with a predictable name.
-    """
-    if CACHE_ENABLED in os.environ:
-        return {}
-    folder = code_folder.writable("flash-attn-4")
-    return {} if folder is None else {CACHE_ENABLED: "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(folder)}
+def extension2() -> Any:
+    """What flash-attn 2 is compiled to, as its interface imports it: by the first name since 2.7.2."""
+    library = PACKAGE2.load()
+    return getattr(library, "flash_attn_gpu", None) or library.flash_attn_cuda
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -222,26 +169,13 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
-FLASH4_HOPPER = Limits(
-    "cuda",
-    dict.fromkeys(HALF, (9, 0)),
-    highest=(9, 0),
-    head_dim=256,
-    grad_lse=True,
-    most_rows=LARGEST_GRID,
-    platforms=("linux",),
-)
-FLASH4_BLACKWELL = FLASH4_HOPPER._replace(dtypes=dict.fromkeys(HALF, (10, 0)), highest=(11, 0), head_dim=128)
 # Kernels of their own; the backward pass has neither windows, a softcap nor a gradient of lse.
-FLASH4_BLACKWELL_256 = FLASH4_BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False, softcap=False)
+BLACKWELL_256 = flash4.BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False, softcap=False)
 # Those of Ampere, in less shared memory.
-FLASH4_GEFORCE = FLASH4_BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), highest=(12, 1), repeatable_head_dim=0)
+GEFORCE = flash4.BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), highest=(12, 1), repeatable_head_dim=0)
 
 PACKAGE2 = Package("flash-attn", "pip install 'attn-dispatch[flash]'", "flash_attn.flash_attn_interface", (2, 7))
 PACKAGE3 = Package("flash_attn_3", "it is built from flash-attention's hopper folder", "flash_attn_3._C", (3,))
-PACKAGE4 = Package(
-    "flash-attn-4", "pip install 'attn-dispatch[flash4]'", "flash_attn.cute.interface", (4,), environment=compile_cache
-)
 
 
 def version() -> str:
@@ -251,7 +185,7 @@ def version() -> str:
         PackageNotFoundError: none is installed.
     """
     found = []
-    for package in (PACKAGE4, PACKAGE3, PACKAGE2):
+    for package in (flash4.PACKAGE, PACKAGE3, PACKAGE2):
         try:
             found.append(f"{package.distribution} {package.version()}")
         except importlib.metadata.PackageNotFoundError:
@@ -266,13 +200,13 @@ _PATTERNS = (Dense, Dilated, Window)
 BACKEND = Branched(
     "flash",
     (
-        Variant(FLASH4_BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", PACKAGE4, _PATTERNS),
-        Variant(FLASH4_BLACKWELL_256, Flash4.of, "flash-attn 4 on Blackwell with head_dim 256", PACKAGE4),
-        Variant(FLASH4_HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", PACKAGE4, _PATTERNS),
+        Variant(flash4.BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", flash4.PACKAGE, _PATTERNS),
+        Variant(BLACKWELL_256, Flash4.of, "flash-attn 4 on Blackwell with head_dim 256", flash4.PACKAGE),
+        Variant(flash4.HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", flash4.PACKAGE, _PATTERNS),
         Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS),
         Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS),
         # Last: flash-attn 2 has kernels built for these devices.
-        Variant(FLASH4_GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", PACKAGE4, _PATTERNS),
+        Variant(GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", flash4.PACKAGE, _PATTERNS),
     ),
     version,
 )
@@ -286,7 +220,7 @@ score_terms = ("softcap",)
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
     compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem)
-    return COMPILE_MS if compiles else 0.0
+    return flash4.COMPILE_MS if compiles else 0.0
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,3 +229,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
     found = BACKEND.run(q, k, v, problem, **tensors)
     note(name, problem)
     return found
+
+
+def specialized(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """As of `Branched`; none where the first call is to compile, which `run` notes."""
+    return None if first_call_ms(problem) else BACKEND.specialized(problem, q, k, v, heads_first=heads_first)

@@ -1,56 +1,25 @@
-"""PyTorch's FlexAttention: a fused kernel, compiled for each problem, that skips empty blocks.
-
-Source: Dong et al. 2024, Flex Attention: A Programming Model for Generating Optimized Attention Kernels.
-"""
+"""PyTorch's FlexAttention: a fused kernel, compiled for each problem, that skips empty blocks."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
-import types
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import refuse_second_derivatives, refuse_tangents
-from attn_dispatch.kernels.contract import (
-    Refusal,
-    refuse_device,
-    refuse_dropout,
-    refuse_dtype,
-    refuse_pattern,
-    refuse_ranks,
-)
-from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
-from attn_dispatch.kernels.flex import requirements
-from attn_dispatch.kernels.flex.mask import (
-    blocks_of,
-    counts_above_one,
-    distinct_heads,
-    multiplicity_function,
-    score_function,
-)
-from attn_dispatch.kernels.formula import bounded
-from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.kernels.autograd import refuse_tangents
+from attn_dispatch.kernels.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
+from attn_dispatch.kernels.dense import VERSION
+from attn_dispatch.kernels.flex import attention, requirements
+from attn_dispatch.kernels.limits import dotted
 from attn_dispatch.machine.environment import installed
-from attn_dispatch.spec.orders import NATURAL, ORDERS, Reordered, permutation, places, serves, token_order_of
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.orders import NATURAL, Reordered
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.text import gib
 
 name = "flex"
 score_terms = ("softcap", "bias", "alibi_slopes")
 
-BLOCK = 128  #: tokens per side of a block; every kernel configuration divides it
-TABLE_LIMIT = 2**30  #: bytes of block tables in the cache
-MAX_COMPILED = 64  #: compiled problems in the cache
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_RELEASE = (2, 13)  #: of torch; the CPU kernel is not tested with older ones
 CUDA_HEAD_DIM = 16  #: the least for tl.dot
@@ -58,11 +27,6 @@ CUDA_CAPABILITY = (7, 0)  #: the oldest that Triton supports
 CPU_COMPILE_MS = 15_000.0  #: of a C++ kernel
 CUDA_COMPILE_MS = 10_000.0  #: of a Triton kernel
 PATTERNS = (Dense, Window, Dilated, Neighborhood, Reordered)
-SPLITS = 1024  #: the most parts that the keys are split into for few queries, to use a whole GPU
-
-#: False only in tests: the same functions then run uncompiled on whole score matrices, with gradients and lse on every
-#: device, so that tests check them without a compiler.
-compiling = True
 
 
 def version() -> str:
@@ -72,27 +36,14 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = refuse_ranks(problem) + refuse_dropout(problem) + refuse_device(problem, ("cpu", "cuda"))
-    unknown = refuse_pattern(problem, PATTERNS)
-    if unknown:  # the code below needs a known pattern
-        return found + unknown
-    if problem.q_len != problem.k_len and not isinstance(problem.pattern, Dense | Window):
-        return [*found, Refusal("lengths", f"takes equal lengths here, not {problem.q_len} and {problem.k_len}")]
-    needed = block_table_bytes(problem)
-    if needed > TABLE_LIMIT:
-        text = f"{problem.pattern} needs block tables of {gib(needed)}, over {gib(TABLE_LIMIT)}"
-        found.append(Refusal("over_memory", text))
-    if not compiling:
+    tables = attention.refusals(problem, PATTERNS)
+    found += tables
+    if {"pattern", "lengths"} & {refusal.code for refusal in tables} or not attention.compiling:
         return found
     found += refuse_dtype(problem, DTYPES)
     if problem.device.type == "cpu":
         return found + _refuse_cpu(problem)
     return found + (_refuse_cuda(problem) if problem.device.type == "cuda" else [])
-
-
-def orders(problem: Problem) -> tuple[str, ...]:
-    """Natural order, and orders in which there may be fewer blocks."""
-    found = [each for each in ORDERS if serves(each, problem.pattern) and each != NATURAL]
-    return (NATURAL, *(each for each in found if block_table_bytes(problem, each) <= TABLE_LIMIT))
 
 
 def _refuse_cpu(problem: Problem) -> list[Refusal]:
@@ -101,9 +52,8 @@ def _refuse_cpu(problem: Problem) -> list[Refusal]:
         found.append(Refusal("gradient", "its CPU kernel has no backward"))
     if problem.return_lse:
         found.append(Refusal("lse", "its CPU kernel returns no lse"))
-    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if release < CPU_RELEASE:
-        needed = ".".join(map(str, CPU_RELEASE))
+    if VERSION < CPU_RELEASE:
+        needed = dotted(CPU_RELEASE)
         found.append(
             Refusal("release", f"its CPU kernel is used with torch {needed} and newer, not {torch.__version__}")
         )
@@ -118,65 +68,15 @@ def _refuse_cuda(problem: Problem) -> list[Refusal]:
         found.append(Refusal("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')"))
     capability = torch.cuda.get_device_capability(problem.device)
     if torch.version.hip is None and capability < CUDA_CAPABILITY:
-        least, have = (".".join(map(str, each)) for each in (CUDA_CAPABILITY, capability))
-        found.append(Refusal("capability", f"Triton needs compute capability {least}, this device has {have}"))
+        text = f"Triton needs compute capability {dotted(CUDA_CAPABILITY)}, this device has {dotted(capability)}"
+        found.append(Refusal("capability", text))
     return found
-
-
-def block_table_bytes(problem: Problem, order: str = NATURAL) -> int:
-    """Bytes of the block tables: int32, two for queries and two for keys."""
-    if _unmasked(problem):
-        return 0
-    entries = -(-problem.q_len // BLOCK) * -(-problem.k_len // BLOCK)
-    moved = order != NATURAL or token_order_of(problem.pattern) != NATURAL
-    return 16 * distinct_heads(problem.pattern.natural, problem.heads, BLOCK, moved) * entries
-
-
-def flops(problem: Problem) -> int:
-    """Operations on all pairs of the computed blocks."""
-    blocks = _computed_blocks(problem.pattern, problem.q_len, problem.k_len, problem.heads, problem.device)
-    return problem.batch * blocks * BLOCK**2 * problem.head_dim * (14 if problem.needs_grad else 4)
-
-
-@lru_cache(maxsize=4096)
-def _computed_blocks(pattern: Pattern, q_len: int, k_len: int, heads: int, device: torch.device) -> int:
-    """Nonempty blocks of all heads."""
-    stored = permutation(token_order_of(pattern), pattern.natural, q_len)
-    some = blocks_of(pattern.natural, q_len, k_len, heads, BLOCK, device, stored).nonempty
-    return int(some.sum()) * (heads // len(some))
-
-
-def workspace_bytes(problem: Problem) -> int:
-    rows = problem.batch * problem.q_len * problem.heads
-    row = problem.head_dim * problem.dtype.itemsize
-    q, kv = rows * row, problem.batch * problem.k_len * problem.kv_heads * row
-    # Inputs with other strides are copied; sorting the block tables takes temporaries.
-    needed = q + 2 * kv + copied_bytes(problem) + 4 * max(block_table_bytes(problem, each) for each in orders(problem))
-    needed += 8 * problem.q_len * problem.k_len * math.prod(problem.bias or (0,))
-    if len(orders(problem)) > 1:
-        # Inputs and the result in both orders, the permutation and its inverse.
-        needed += (2 * q + 2 * kv) * (2 if problem.needs_grad else 1) + 24 * problem.q_len
-    if not compiling:
-        return needed + _whole_scores(problem)
-    if problem.device.type == "cpu":
-        return needed + 2 * kv + 4 * torch.get_num_threads() * BLOCK * (3 * BLOCK + 4 * problem.head_dim)
-    # lse, its gradient and rowsum(dO * out); the gradient of out, permuted.
-    needed += 12 * rows + (2 * q if problem.needs_grad else 0)
-    if problem.q_len < BLOCK:
-        needed += 4 * max(SPLITS, problem.batch * problem.kv_heads) * rows // problem.batch * (problem.head_dim + 2)
-    return needed
-
-
-def _whole_scores(problem: Problem) -> int:
-    wide = sum_dtype(problem.dtype).itemsize
-    each = 16 * problem.q_len * problem.k_len + 12 * (problem.q_len + problem.k_len) * problem.head_dim
-    return wide * problem.batch * problem.heads * each
 
 
 def first_call_ms(problem: Problem) -> float:
     """Estimated compile time with an empty compile cache; 0 if already compiled."""
     found = _compiled.peek(problem, NATURAL)
-    if not compiling or (found is not None and found.ready):
+    if not attention.compiling or (found is not None and found.ready):
         return 0.0
     if problem.device.type == "cpu":
         return CPU_COMPILE_MS
@@ -187,217 +87,9 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v, tensors.get("bias"), tensors.get("alibi_slopes"))
-    attention = _compiled(problem, order)
-    if not attention.ready:
-        refuse_capture(problem.device)
-    with _plain_torch_state(problem):
-        hidden = Hidden.of(problem, tensors)
-        given = refuse_second_derivatives(q, k, v) if problem.needs_grad else [x.detach() for x in (q, k, v)]
-        inputs = list(hidden.zeroed(*given))
-        if attention.positions is not None:
-            inputs = [x.index_select(1, attention.positions) for x in inputs]
-        result = attention(*map(_heads_first, inputs), *_masks(tensors))
-        out, lse = (result, None) if isinstance(result, Tensor) else result
-        out = out.transpose(1, 2)
-        if attention.positions is not None and attention.places is not None:
-            out = out.index_select(1, attention.places)
-            lse = None if lse is None else lse.index_select(2, attention.places)
-        if problem.needs_grad and hidden.queries is not None:
-            # Forward values are 0 and -inf already; this makes gradients zero, even if NaN came in.
-            padding = hidden.queries
-            out = out.masked_fill(padding, 0.0)
-            lse = None if lse is None else lse.masked_fill(padding[:, None, :, 0, 0], -math.inf)
-    return out if lse is None else (out, lse)
+    return attention.run(q, k, v, problem, _compiled(problem, order), **tensors)
 
 
-@dataclass
-class _CompiledAttention:
-    """The functions of one problem in one order, one for each kind of inputs, compiled by their first calls.
-
-    `positions` and `places` permute inputs and results; None: no permutation.
-    """
-
-    made: Callable[[], Callable[..., Any]]
-    block_table_bytes: int
-    positions: Tensor | None = None
-    places: Tensor | None = None
-    functions: dict[Any, Callable[..., Any]] = field(default_factory=dict[Any, Callable[..., Any]])
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.functions)
-
-    def __call__(self, *inputs: Tensor | None) -> Any:
-        # What the compiler's guards would compare, which takes longer: they are left out.
-        kind = tuple((x.stride(), x.dtype, x.requires_grad, type(x)) for x in inputs if x is not None)
-        function = self.functions.get(kind)
-        if function is not None:
-            return function(*inputs)
-        function = self.made()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about the compiler's internals
-            result = function(*inputs)
-        self.functions[kind] = function
-        return result
-
-
-def _attention(problem: Problem, order: str) -> _CompiledAttention:
-    pattern, stored = problem.pattern.natural, token_order_of(problem.pattern)
-    order = order if stored == NATURAL else stored
-    at = permutation(order, pattern, problem.q_len) if problem.q_len == problem.k_len else None
-    positions = None if at is None else at.to(problem.device)
-    moved = positions if stored == NATURAL else None
-    back = None if moved is None else places(moved)
-    return _CompiledAttention(partial(_function, problem, positions), block_table_bytes(problem, order), moved, back)
-
-
-_compiled = DeviceCache(
-    _attention, size=lambda found: found.block_table_bytes, most=MAX_COMPILED, most_bytes=TABLE_LIMIT
-)
+_compiled = attention.kept(attention.made)
 forget = _compiled.forget
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """[batch, heads, len, head_dim] with one of two memory layouts: other strides would compile anew."""
-    if x.transpose(1, 2).is_contiguous() and not x.is_contiguous():
-        return _plain(x.transpose(1, 2))
-    return _plain(x).transpose(1, 2)
-
-
-def _plain(x: Tensor) -> Tensor:
-    """x contiguous, its signs in memory, with the default stride also on axes of size 1."""
-    if x.stride() == _strides(x.shape) and not x.is_neg():
-        return x
-    return x.resolve_neg().contiguous().reshape(-1).view(x.shape)
-
-
-@lru_cache(maxsize=1024)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _masks(tensors: dict[str, Tensor]) -> list[Tensor | None]:
-    lens, key_mask, bias, slopes = (tensors.get(name) for name in ("seq_lens", "key_mask", "bias", "alibi_slopes"))
-    lens = None if lens is None else lens.to(torch.int32)
-    bias = None if bias is None else bounded(bias.detach(), sum_dtype(bias.dtype))
-    return [None if x is None else _plain(x.detach()) for x in (lens, key_mask, bias, slopes)]
-
-
-@contextmanager
-def _plain_torch_state(problem: Problem) -> Iterator[None]:
-    """Set the same torch state for every call: the compiler compiles a kernel per state."""
-    with ExitStack() as stack:
-        # One of these modes is the default device; inside, every new tensor names its device.
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(problem.needs_grad))
-        yield
-
-
-def _unmasked(problem: Problem) -> bool:
-    return (
-        not (problem.masked or problem.bias)
-        and multiplicity_function(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads) is None
-    )
-
-
-def _function(problem: Problem, positions: Tensor | None) -> Callable[..., Any]:
-    """The function from q, k, v [batch, heads, len, head_dim] and the tensors of `_masks` to out, or (out, lse).
-
-    Args:
-        positions: natural positions of the rows of q, k and v. Masks go by place in the caller's tensors.
-    """
-    from torch.nn.attention import flex_attention as library
-
-    tables = None if _unmasked(problem) else _tables(problem, positions)
-    attend: Any = library.flex_attention if compiling else _uncompiled
-    natural, device = problem.pattern.natural, problem.device
-    count = multiplicity_function(natural, problem.q_len, problem.k_len, problem.heads, device)
-    as_stored = positions is None or token_order_of(problem.pattern) != NATURAL
-    repeated = count if counts_above_one(natural) else None
-    options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.heads != problem.kv_heads}
-    options.update(_lse_options(library, problem))
-
-    def call(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None) -> Any:
-        seq_lens, key_mask, bias, slopes = given
-
-        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            at_i, at_j = (i, j) if positions is None else (positions[i], positions[j])
-            seen = j >= 0 if count is None else count(h, at_i, at_j) > 0
-            i, j = (i, j) if as_stored else (at_i, at_j)
-            if seq_lens is not None:
-                seen = seen & (i < seq_lens[b]) & (j < seq_lens[b])
-            if bias is not None:
-                row, head = (index * (size > 1) for index, size in zip((b, h), problem.bias))
-                seen = seen & (bias[row, head, i, j] > -math.inf)
-            return seen if key_mask is None else seen & key_mask[b, j]
-
-        score = score_function(problem, repeated, None if as_stored else positions, positions, bias, slopes)
-        if compiling and not torch.compiler.is_dynamo_compiling():  # the library would allocate all scores
-            raise RuntimeError("torch.compile is turned off, so that there is no kernel to run")
-        blocks = None if tables is None else library.BlockMask(mask_mod=mask, **tables)
-        result = attend(q, k, v, score_mod=score, block_mask=blocks, **options)
-        return (result[0], getattr(result[1], "lse", result[1])) if problem.return_lse else result
-
-    if not compiling:
-        return call
-    # The compiler limits kernels per code object: each problem gets a code object.
-    own = types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
-    skip = getattr(torch.compiler, "skip_all_guards_unsafe", None)  # since torch 2.11
-    return torch.compile(own, fullgraph=True, dynamic=False, options=skip and {"guard_filter_fn": skip})
-
-
-def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if problem.return_lse:
-        # AuxRequest since torch 2.9; before, a flag.
-        request = getattr(library, "AuxRequest", None)
-        options = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
-    if problem.device.type == "cpu" and problem.q_len == 1:
-        # The kernel for a single query fails without a table of full blocks; this partition size disables it.
-        options["kernel_options"] = {"PARTITION_SIZE": 1}
-    return options
-
-
-def _tables(problem: Problem, positions: Tensor | None) -> dict[str, Any]:
-    """The fields of a BlockMask without its function. With masks or a bias no block is known to be full."""
-    q_len, k_len, heads = problem.q_len, problem.k_len, problem.heads
-    blocks = blocks_of(problem.pattern.natural, q_len, k_len, heads, BLOCK, problem.device, positions)
-    whole = torch.zeros_like(blocks.full) if problem.masked or problem.bias else blocks.full
-    tables: dict[str, Any] = {"seq_lengths": (q_len, k_len), "BLOCK_SIZE": (BLOCK, BLOCK)}
-    for prefix, chosen in (("", blocks.nonempty & ~whole), ("full_", whole)):
-        used = not prefix or bool(whole.any())
-        for side, table in (("kv", chosen), ("q", chosen.mT)):
-            count, order = _listed(table) if used else (None, None)
-            tables |= {f"{prefix}{side}_num_blocks": count, f"{prefix}{side}_indices": order}
-    return tables
-
-
-def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the number of set blocks, and the block indices with set blocks first; both with a batch axis."""
-    count = table.sum(-1, dtype=torch.int32)
-    order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return count[None].contiguous(), order[None].contiguous()
-
-
-def _uncompiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: Callable[..., Tensor] | None,
-    block_mask: Any,
-    scale: float,
-    enable_gqa: bool,
-    return_aux: Any = None,
-    return_lse: bool = False,
-    **options: Any,
-) -> Any:
-    """FlexAttention's eager definition; flex_attention refuses gradients on a CPU, its operator does not."""
-    from torch._higher_order_ops.flex_attention import flex_attention as operator
-    from torch.nn.attention import flex_attention as library
-
-    block_mask = library._create_empty_block_mask(q, k) if block_mask is None else block_mask
-    score_mod = library._identity if score_mod is None else score_mod
-    out, lse, *_ = operator(q, k, v, score_mod, block_mask.as_tuple(), scale, {})
-    return (out, lse * math.log(2)) if return_lse or return_aux is not None else out
+orders, flops, workspace_bytes = attention.orders, attention.flops, attention.workspace_bytes

@@ -1,11 +1,13 @@
-"""xformers' memory-efficient attention, forward with lse and backward; xformers chooses among its kernels.
+"""Memory-efficient attention of xformers or MSLK, forward with lse and backward; they choose among their kernels.
 
-Source: xformers 0.0.35, ops/fmha.
+Source: xformers 0.0.35, ops/fmha; MSLK 1.3.0, mslk/attention/fmha, from which xformers imports it since ca6d2aa
+(2026-04).
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from attn_dispatch.kernels.branches.backend import Branched, Package, Variant, f
 from attn_dispatch.kernels.dense import DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.machine.environment import installed
+from attn_dispatch.text import one_line
 
 FLASH = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, repeatable_head_dim=0, most_rows=LARGEST_GRID)
 CUTLASS = Limits(
@@ -30,14 +33,22 @@ CUTLASS = Limits(
 class MemoryEfficient(Kernel):
     """`memory_efficient_attention_forward_requires_grad` and `memory_efficient_attention_backward`."""
 
+    tokens_first = True
+
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        refuse_tangents("xformers", *call[:3])
-        ops = PACKAGE.load()
-        out, lse = ops.memory_efficient_attention_forward_requires_grad(
-            *map(vector_aligned, call[:3]), _bias(ops, call.is_causal), 0.0, call.scale
-        )
+        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
         # One of its kernels pads lse.
         return out[..., : call.q.shape[-1]], lse[:, :, : call.q.shape[1]]
+
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        ops = PACKAGE.load()
+        op, bias = ops.memory_efficient_attention_forward_requires_grad, _bias(ops, is_causal)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            refuse_tangents("xformers", q, k, v)
+            return op(q, k, v, bias, 0.0, scale)
+
+        return run
 
     def backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
@@ -56,26 +67,45 @@ def _bias(ops: Any, is_causal: bool) -> Any:
     return ops.LowerTriangularMask() if is_causal else None
 
 
-def not_built(ops: Any) -> str:
+def fault(ops: Any) -> str:
     """Without its compiled part every kernel refuses CUDA, those too that are PyTorch's own (ops/fmha/common.py)."""
-    built = getattr(importlib.import_module("xformers"), "_has_cpp_library", True)
-    return "" if built else "its compiled part does not fit this PyTorch, and without it no kernel runs on CUDA"
+    if not hasattr(ops, "memory_efficient_attention_forward_requires_grad"):
+        return f"its attention is in package mslk, which is not installed ({MSLK.hint})"
+    library: Any = importlib.import_module("xformers")
+    if getattr(library, "_has_cpp_library", True):
+        return ""
+    error = library._cpp_lib._cpp_library_load_exception
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = f"its compiled part does not fit this PyTorch, and without it no kernel runs on CUDA: {one_line(error)}"
+    return f"{text}; nvidia-cuda-runtime-cu12 has it: load it first, by ctypes" if "libcudart" in text else text
 
 
+MSLK = Package(
+    "mslk", "pip install mslk --index-url https://download.pytorch.org/whl/cu130", "mslk.attention.fmha", (1,)
+)
+MSLK_OF_PYPI = MSLK._replace(distribution="mslk-cuda", hint="pip install mslk-cuda")
 # xformers.ops: it may fail to import where xformers does not, as beside another release of flash-attn.
-PACKAGE = Package("xformers", "pip install 'attn-dispatch[xformers]'", "xformers.ops", (0, 0, 29), not_built)
+XFORMERS = Package("xformers", "pip install 'attn-dispatch[xformers]'", "xformers.ops", (0, 0, 29), fault)
 
-CALLED = ("flash-attn", "flash_attn_3")  #: ops/fmha/flash.py takes the first before PyTorch's, flash3.py the second
+
+def chosen() -> Package:
+    """MSLK where it is installed: it needs no compiled part here, which PyPI's xformers has for CUDA 12."""
+    return next((each for each in (MSLK, MSLK_OF_PYPI) if not each.refusals()), XFORMERS)
+
+
+PACKAGE = chosen()
+CALLED = ("flash-attn", "flash_attn_3")  #: fmha/flash.py takes the first before PyTorch's, flash3.py the second
 
 
 def version() -> str:
-    """The versions of xformers and of those whose kernels it may call: PyTorch and what it finds at its import.
+    """The versions of the package and of those whose kernels it may call: PyTorch and what it finds at its import.
 
     Raises:
-        PackageNotFoundError: xformers is not installed.
+        PackageNotFoundError: it is not installed.
     """
     others = [f"{name} {version}" for name in CALLED if (version := installed(name))]
-    return " ".join((PACKAGE.version(), "torch", flash_version(), *others))
+    return " ".join((PACKAGE.distribution, PACKAGE.version(), "torch", flash_version(), *others))
 
 
 BACKEND = Branched(
@@ -88,4 +118,5 @@ BACKEND = Branched(
 )
 
 name, refusals = BACKEND.name, BACKEND.refusals
-flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run
+flops, workspace_bytes = BACKEND.flops, BACKEND.workspace_bytes
+run, specialized = BACKEND.run, BACKEND.specialized

@@ -83,12 +83,14 @@ class Kernel:
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
     takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
+    `tokens_first`: its op takes [batch, len, heads, head_dim].
     """
 
     grouped = False
     masks = False
     takes_grad_lse = False
     allocates = reads_vectors = True
+    tokens_first = False
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         """out like q, or in `sum_dtype`, and lse [batch, heads, q_len].
@@ -108,8 +110,8 @@ class Kernel:
         raise NotImplementedError
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]] | None:
-        """The op, bound to all but q, k and v with heads first and last stride 1: out, lse, and what is not used. None:
-        calls need more than the op.
+        """The op, bound to all but q, k and v in its layout with last stride 1: out, lse, and what is not used.
+        None: calls need more than the op.
         """
         return None
 
@@ -123,16 +125,18 @@ class Kernel:
         vectors = self.reads_vectors  # of tensors as vector_aligned leaves them, addresses alone can differ
         if vectors and not all(vector_aligned(x) is x for x in (q, k, v)):
             return None
+        turned = heads_first == self.tokens_first
+        batch, heads, rows = (q if heads_first else q.transpose(1, 2)).shape[:3]
 
         def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
             if vectors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
                 q, k, v = map(vector_aligned, (q, k, v))
-            if not heads_first:
+            if turned:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             out, lse, *_ = call(q, k, v)
             if problem.return_lse:  # some add an axis, or rows
-                lse = lse.reshape(*out.shape[:2], -1)[:, :, : out.shape[2]]
-            return out if heads_first else out.transpose(1, 2), lse
+                lse = lse.reshape(batch, heads, -1)[:, :, :rows]
+            return out.transpose(1, 2) if turned else out, lse
 
         return run
 

@@ -22,7 +22,7 @@ from attn_dispatch.text import one_line
 GROUP = "attn_dispatch.backends"
 LIBRARIES = ("sdpa", "flash", "xformers", "sdpa_cudnn", "sdpa_efficient")
 #: In the order in which the static heuristic, which measures nothing, tries them on a CPU; PyTorch's own choice first.
-BUILT_IN = (*LIBRARIES, "sdpa_float32", "sdpa_mask", "tiles", "triton", "triton_tiles", "native", "flex")
+BUILT_IN = (*LIBRARIES, "sdpa_float32", "sdpa_mask", "tiles", "triton", "triton_tiles", "native", "flex", "flex_flash")
 LAST_RESORT = "manual"
 OFTEN_FASTEST = "native"  #: in most shipped decisions of CPUs: tried second, for there may be no time for a third
 FUSED = ("triton", "triton_tiles")  #: on CUDA they read the pairs that are seen, in one pass

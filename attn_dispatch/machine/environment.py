@@ -21,7 +21,7 @@ VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME")  #: variables that backends
 PLACES = ("site-packages", "dist-packages")  #: names of the folders that packages are installed into
 #: What built-in backends run, besides PyTorch; its version is known without a look at the disk.
 FLASH = ("flash-attn", "flash_attn_3", "flash-attn-4")
-LIBRARIES = ("triton", *FLASH, "xformers", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+LIBRARIES = ("triton", *FLASH, "xformers", "mslk", "mslk-cuda", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 def environment(versions: Mapping[str, str | None]) -> str:

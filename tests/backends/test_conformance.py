@@ -42,10 +42,11 @@ ELSEWHERE = {
     "xformers": "device",
     "sdpa_cudnn": "device",
     "sdpa_efficient": "device",
+    "flex_flash": "device",
     **({} if INTERPRETED else {"triton": "device", "triton_tiles": "device"}),
 }
 #: Compiling flex takes half a minute per case: test_flex.py tests a few. native refuses every device.
-ON_CUDA = [name for name in BACKENDS if name not in ("flex", "native")]
+ON_CUDA = [name for name in BACKENDS if name not in ("flex", "flex_flash", "native")]
 HERE = [name for name in BACKENDS if name not in ELSEWHERE]
 # Interpreted, a program of Triton's kernels takes 10 ms. So they run a few cases in all variants, and the others in
 # float32, forward and backward, with one batch row, without those that another case contains. On a GPU `test_on_cuda`

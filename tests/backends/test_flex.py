@@ -15,18 +15,22 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import flex
+from attn_dispatch.backends import flex, flex_flash
 from attn_dispatch.decisions import trial_limits
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.flex import requirements
+from attn_dispatch.kernels.branches import backend
+from attn_dispatch.kernels.flex import attention, requirements
+from attn_dispatch.machine import environment
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.oracle import Oracle
+from tests.kernels.test_limits import installed
+from tests.support import libraries
 from tests.support.cases import gate
 
 FLEX = registry.load("flex")
@@ -83,12 +87,12 @@ def test_forcing_it_raises_its_refusals() -> None:
 def test_tables_of_long_sequences() -> None:
     """Their size is quadratic in the length: 1 GiB at a million tokens."""
     million = 2**20
-    assert flex.block_table_bytes(problem(length=million)) == flex.TABLE_LIMIT
-    assert flex.block_table_bytes(problem(Dense(), length=million)) == 0
+    assert attention.block_table_bytes(problem(length=million)) == attention.TABLE_LIMIT
+    assert attention.block_table_bytes(problem(Dense(), length=million)) == 0
     (refusal,) = (r for r in flex.refusals(problem(length=million + 1)) if r.code == "over_memory")
     assert refusal.text == f"{LONGNET} needs block tables of 1.0 GiB, over 1.0 GiB"
     split = replace(LONGNET, heads="split")
-    assert flex.block_table_bytes(problem(split, length=million // 2)) == flex.TABLE_LIMIT
+    assert attention.block_table_bytes(problem(split, length=million // 2)) == attention.TABLE_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -151,18 +155,116 @@ def test_each_problem_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiler.functions[0].__code__ is not compiler.functions[1].__code__
 
 
-def test_block_tables_match_torch() -> None:
+@pytest.mark.parametrize("flash_block", [0, 64, 256])
+def test_block_tables_match_torch(flash_block: int) -> None:
     """For a pattern with exactly known blocks they equal torch's, computed from the whole mask."""
     library = pytest.importorskip("torch.nn.attention.flex_attention")
-    ours = library.BlockMask(mask_mod=library.noop_mask, **flex._tables(problem(Window(300, 0), 500), None))
+    tables = attention._tables(problem(Window(300, 0), 500), None, flash_block)
+    ours, side = library.BlockMask(mask_mod=library.noop_mask, **tables), flash_block or attention.BLOCK
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return (i - j <= 300) & (j <= i)
 
-    theirs = library.create_block_mask(mask, None, None, 500, 500, device="cpu", BLOCK_SIZE=flex.BLOCK)
+    theirs = library.create_block_mask(mask, None, None, 500, 500, device="cpu", BLOCK_SIZE=side)
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "q_num_blocks", "q_indices", "full_q_indices"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     assert ours.shape == theirs.shape
+
+
+# --- by flash-attn 4 --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flash4(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The packages of a machine with flash-attn 4, which may be changed, and an H100."""
+    there = {"flash-attn-4": "4.0.0b36", "triton": "3.9.0"}
+    libraries.flash_attn_4(monkeypatch, [])
+    installed(monkeypatch, there)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    tables: tuple[Any, ...] = (environment.installed, backend._load_fault)
+    for table in tables:
+        table.cache_clear()
+    yield there
+    for table in (*tables, flex_flash._compiled):
+        table.cache_clear()
+
+
+def on_cuda(pattern: Pattern = LONGNET, **changes: Any) -> Problem:
+    return problem(pattern, dtype=torch.bfloat16, device=torch.device("cuda", 0), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"return_lse": True}, ""),
+        ({"needs_grad": True}, ""),
+        ({"has_key_mask": True, "has_seq_lens": True}, ""),
+        ({"pattern": Window(9, 0, sinks=2)}, ""),
+        ({"needs_grad": True, "return_lse": True}, "its backward pass takes no gradient of lse"),
+        ({"needs_grad": True, "deterministic": True}, "has no deterministic backward pass"),
+        ({"dtype": torch.float32}, "computes in bfloat16, float16, not float32"),
+        ({"pattern": Dense(True)}, "computes Window, Dilated, Neighborhood, not Dense(causal)"),
+        ({"head_dim": 136}, "takes a head_dim up to 128, not 136"),
+        ({"head_dim": 20}, "takes multiples of 8, not 20"),
+        ({"device": torch.device("cpu")}, "runs on cuda, not cpu"),
+    ],
+)
+def test_what_flash_4_takes(changes: dict[str, Any], text: str, flash4: dict[str, str]) -> None:
+    assert "; ".join(map(str, flex_flash.refusals(replace(on_cuda(), **changes)))) == text
+
+
+def test_where_flash_4_is_not_offered(flash4: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def text() -> str:
+        environment.installed.cache_clear()
+        return "; ".join(map(str, flex_flash.refusals(on_cuda())))
+
+    assert text() == ""
+    assert flex_flash.version() == f"{torch.__version__} flash-attn-4 4.0.0b36"
+    for has, needed in (((8, 9), "9.0 or higher"), ((12, 0), "11.0 or lower")):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None, has=has: has)
+        assert text().startswith(f"needs compute capability {needed}")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (10, 3))
+    assert text() == ""
+    monkeypatch.setattr(flex_flash, "VERSION", (2, 10))
+    assert text().startswith("is in torch 2.11 and newer, this is ")
+    monkeypatch.setattr(flex_flash, "VERSION", (2, 11))
+    del flash4["flash-attn-4"]
+    assert text().startswith("package flash-attn-4 is not installed (pip install 'attn-dispatch[flash4]'")
+    assert registry.version_of(registry.load("flex_flash")) is None
+
+
+@pytest.mark.parametrize(("capability", "side"), [((9, 0), 128), ((10, 0), 256)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_call_of_flash_4(
+    masked: bool, capability: tuple[int, int], side: int, flash4: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel takes tables of partly and of wholly seen blocks, of its tiles; Triton's is compiled apart."""
+    Compiler(monkeypatch)
+    given: list[dict[str, Any]] = []
+
+    def flex_attention(q: Any, *rest: Any, **options: Any) -> Any:
+        given.append(options)
+        return q
+
+    monkeypatch.setattr("torch.nn.attention.flex_attention.flex_attention", flex_attention)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
+    of = problem(Window(300, 0, sinks=2), 600, dtype=torch.bfloat16, has_key_mask=masked)
+    example = make(of)
+    assert flex_flash.first_call_ms(of) > flex.first_call_ms(of)
+    for run in (flex_flash.run, flex.run):
+        masks: dict[str, Any] = example.masks
+        run(example.q, example.k, example.v, of, **masks)
+    (theirs, ours) = (options["block_mask"] for options in given)
+    assert [options.get("kernel_options") for options in given] == [{"BACKEND": "FLASH"}, None]
+    assert [each.BLOCK_SIZE for each in (theirs, ours)] == [(side, side), (128, 128)]
+    assert theirs.full_kv_num_blocks.shape == theirs.kv_num_blocks.shape == (1, 1, -(-600 // side))
+    assert theirs.full_q_num_blocks.shape == theirs.q_num_blocks.shape
+    assert bool(theirs.full_kv_num_blocks.any()) == (not masked and side == 128)
+    assert (ours.full_kv_num_blocks is None) == masked
+    assert flex_flash.first_call_ms(of) == 0
+    flex_flash.forget(of)
+    assert (flex_flash.first_call_ms(of) > 0, flex.first_call_ms(of)) == (True, 0)
 
 
 # --- compiled ---------------------------------------------------------------------------------------------------------
@@ -256,7 +358,7 @@ IN_ORDER = [
 def test_results_in_another_order(
     order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "BLOCK", 16)
+    monkeypatch.setattr(attention, "BLOCK", 16)
     length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
     case = Case("", pattern, (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
     asked = case.problem(torch.float32, needs_grad=True)
@@ -271,7 +373,7 @@ def test_reordered_tokens(
     order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is permuted; masks go by place in the tensors."""
-    monkeypatch.setattr(flex, "BLOCK", 16)
+    monkeypatch.setattr(attention, "BLOCK", 16)
     length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
     case = Case("", Reordered(pattern, order), (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
     asked = case.problem(torch.float32, needs_grad=True)

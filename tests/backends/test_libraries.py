@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +20,15 @@ import torch
 from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.kernels.branches import flash4 as flash4_package
+from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CpuFlash, DenseCall
 from attn_dispatch.kernels.limits import ANY
 from attn_dispatch.machine import environment
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
+from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -75,7 +80,9 @@ def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """Installs the fake library of the test's `adapter`; the list holds the arguments of its backward passes."""
+    """Installs the fake library of the test's `adapter`; the list holds the arguments of its backward passes, and
+    how many parts of the keys the forward passes of flash-attn 3 were to make.
+    """
     adapter: str = request.getfixturevalue("adapter")
     seen: list[dict[str, Any]] = []
     context: Any = nullcontext()
@@ -111,6 +118,18 @@ def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> No
     backend, problem = on_cpu(ADAPTERS[adapter]), case.problem(dtype, needs_grad=needs_grad)
     if not backend.refusals(problem):
         assert gate(problem).check(gate(problem).run(backend)).failures == ()
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_specialized_calls_give_the_bits_of_run(adapter: str, case: Case, calls: list[dict[str, Any]]) -> None:
+    backend, problem = on_cpu(ADAPTERS[adapter]), case.problem(torch.float16, needs_grad=False)
+    if not backend.refusals(problem):
+        assert optional.specialized_failures(backend, problem) == []
+    if case.id == "causal":
+        example = make(problem)
+        made = backend.specialized(problem, example.q, example.k, example.v)
+        assert (made is None) == (adapter == "float32-efficient")  # it is bound for all others
 
 
 @crossed(lambda adapter, case: {**factors_of(case), "adapter": adapter}, adapter=ADAPTERS, case=CHOSEN)
@@ -150,8 +169,17 @@ def test_other_libraries_refuse_tangents(adapter: str, needs_grad: bool, calls: 
     example = make(problem)
     q, k, v = example.q, example.k, example.v
     forward_ad: Any = torch.autograd.forward_ad
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward.mode"):
-        on_cpu(ADAPTERS[adapter]).run(q, k, forward_ad.make_dual(v, torch.ones_like(v)), problem)
+    backend = on_cpu(ADAPTERS[adapter])
+    special = None if needs_grad else backend.specialized(problem, q, k, v)
+    for run in (backend.run, special or backend.run):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward.mode"):
+            run(q, k, forward_ad.make_dual(v, torch.ones_like(v)), problem)
+
+
+@pytest.mark.parametrize("imported", ["flash_attn_cuda", "flash_attn_gpu"])
+def test_the_extension_of_flash_2(imported: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries.flash_attn_2(monkeypatch, [], imported)
+    agrees("flash2", FEW[1], torch.float16, True)
 
 
 @pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4"])
@@ -161,7 +189,42 @@ def test_arguments_of_flash(adapter: str, deterministic: bool, calls: list[dict[
     problem = replace(case.problem(torch.float16, needs_grad=True), deterministic=deterministic)
     checked = Oracle.of(make(problem))
     assert checked.check(checked.run(on_cpu(ADAPTERS[adapter]))).failures == ()
-    assert calls == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
+    backward = [each for each in calls if "deterministic" in each]
+    assert backward == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
+
+
+@pytest.mark.parametrize("adapter", ["flash3"])
+@pytest.mark.parametrize(("rows", "parts"), [(80, 0), (79, 1)])
+def test_flash_3_splits_the_keys_of_few_queries(
+    adapter: str, rows: int, parts: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "SPLIT_ROWS", rows)
+    problem = Case("", Dense(), (1, 40, 2, 16)).problem(torch.float16, needs_grad=True)
+    gate(problem).run(on_cpu(ADAPTERS[adapter]))
+    assert calls[0] == {"num_splits": parts}
+
+
+def test_the_sums_of_keys_split_by_flash_3_fit_into_declared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Source: flash-attention, hopper: num_splits_heuristic (heuristics.h), get_num_splits (flash_api.cpp)."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    variant = ADAPTERS["flash3"]
+    shapes = [(1, 1, 32, 8), (1, 4096, 2, 2), (1, 1024, 8, 8), (1, 4096, 2, 1), (3, 2048, 1, 1), (8, 16, 64, 8)]
+    splits = set()
+    for (batch, q_len, heads, kv_heads), head_dim, k_len in product(shapes, (64, 128, 256), (700, 4000, 60000)):
+        case = Case("", Dense(), (batch, q_len, heads, head_dim), kv_heads=kv_heads, k_len=k_len)
+        problem = case.problem(torch.bfloat16, needs_grad=False, device="cuda:0")
+        rows, columns = (192, 192) if head_dim == 64 else (128, 176) if head_dim == 128 else (128, 80)
+        tiles = batch * kv_heads * math.ceil(q_len * heads / kv_heads / rows)
+        parts = range(1, 1 + min(128, 132, math.ceil(k_len / columns)))
+        used = [tiles * each / 132 / math.ceil(tiles * each / 132) for each in parts]
+        found = next(each for each, share in zip(parts, used) if share >= 0.85 * max(used))
+        found = 1 if tiles >= 0.8 * 132 or parts[-1] <= 4 else found
+        splits.add(found)
+        assert batch * q_len * heads <= flash.SPLIT_ROWS
+        needed = 4 * found * batch * q_len * heads * (head_dim + 1)
+        kernel = variant.kernel(problem)
+        assert needed <= branches.workspace_bytes(problem, variant.plan(problem, kernel), kernel)
+    assert len(splits) > 5
 
 
 @pytest.mark.parametrize(
@@ -192,12 +255,19 @@ def test_the_newest_generation_that_fits(
     kernel, _, scratch = branched._prepared(flash.BACKEND, problem)
     assert type(kernel).__name__ == expected
     assert scratch > 0
+    if expected != "Flash3":  # its ops are not there
+        q = torch.empty(problem.batch, problem.q_len, problem.heads, problem.head_dim, dtype=problem.dtype)
+        compiles = expected == "Flash4OfBoth"
+        assert (flash.specialized(problem, q, q, q) is None) == compiles == (flash.first_call_ms(problem) > 0)
+        monkeypatch.setattr(flash, "is_noted", lambda *given: True)
+        assert flash.specialized(problem, q, q, q) is not None
     assert flash.version() == ", ".join(
         f"{name} {version}" for name, version in NEWEST.items() if name in there and name != "xformers"
     )
 
 
-OF_TORCH = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32", "sdpa_mask", "tiles", "flex", "manual", "xformers")
+OF_SDPA = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_float32", "sdpa_mask")
+OF_TORCH = (*OF_SDPA, "tiles", "flex", "flex_flash", "manual", "xformers")
 SURROUNDINGS = {"torch": "2.13.0", "triton": "3.9.0", "active": None, "cudnn": 91501, "interpreter": "0", **NEWEST}
 
 
@@ -216,6 +286,7 @@ SURROUNDINGS = {"torch": "2.13.0", "triton": "3.9.0", "active": None, "cudnn": 9
         ("sdpa", {"active": "FA4", "flash-attn-4": "4.0.0b37"}),
         ("sdpa_cudnn", {"cudnn": 92400}),
         ("flex", {"triton": "9.9"}),
+        ("flex_flash", {"flash-attn-4": "4.0.0b37"}),
         ("triton", {"triton": "9.9"}),
         ("triton_tiles", {"interpreter": "1"}),
     ],
@@ -305,20 +376,29 @@ def test_flash_4_on_several_gpus(second: tuple[int, int], monkeypatch: pytest.Mo
     libraries.modules(monkeypatch, flash_attn__cute={}, flash_attn__cute__interface={"_get_device_arch": capability})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
-    monkeypatch.setattr(flash, "_devices_differ", flash._devices_differ.__wrapped__)
+    monkeypatch.setattr(flash4_package, "_devices_differ", flash4_package._devices_differ.__wrapped__)
     for number in (0, 1):
         current[0] = number
-        assert flash.library4()._get_device_arch() == capabilities[number]
+        assert flash4_package.library()._get_device_arch() == capabilities[number]
     assert capability.cache_info().hits == (second == (9, 0))  # where all are alike, it is asked once
 
 
+def test_flash_4_is_installed_for_the_cuda_of_pytorch() -> None:
+    assert (
+        flash4_package.hint("13.0")
+        == flash4_package.hint("13.2")
+        == f"{flash4_package.hint('12.9')} 'flash-attn-4[cu13]'"
+    )
+    assert flash4_package.hint(None) == flash4_package.hint("12.9") == "pip install 'attn-dispatch[flash4]'"
+
+
 def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (flash.CACHE_ENABLED, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    names = (flash4_package.CACHE_ENABLED, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
     def loaded() -> list[str | None]:
-        monkeypatch.delitem(sys.modules, flash.PACKAGE4.module, raising=False)
+        monkeypatch.delitem(sys.modules, flash4_package.PACKAGE.module, raising=False)
         with pytest.raises(ImportError):
-            flash.PACKAGE4.load()
+            flash4_package.PACKAGE.load()
         return [os.environ.get(name) for name in names]
 
     monkeypatch.setattr("platformdirs.user_cache_path", lambda *args, **kwargs: tmp_path)
@@ -328,9 +408,9 @@ def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     assert loaded() == ["1", str(tmp_path / "flash-attn-4")]
     for name in names:
         monkeypatch.delenv(name)
-    monkeypatch.setenv(flash.CACHE_ENABLED, "0")  # the user's choice
+    monkeypatch.setenv(flash4_package.CACHE_ENABLED, "0")  # the user's choice
     assert loaded() == ["0", None]
-    monkeypatch.delenv(flash.CACHE_ENABLED)
+    monkeypatch.delenv(flash4_package.CACHE_ENABLED)
     (tmp_path / "flash-attn-4").chmod(0o777)  # its files are executed
     assert loaded() == ["1", str(cache_folder() / "flash-attn-4")]
     for name in names:
@@ -367,11 +447,37 @@ def test_xformers_that_does_not_import(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.xformers(monkeypatch, [])
     assert xformers.refusals(problem) == []
     branched._load_fault.cache_clear()
+    found, shown = ImportError("built for another PyTorch"), ImportError("Could not load this library")
+    shown.__cause__ = OSError("libcudart.so.12: cannot open shared object file")
     monkeypatch.setattr("xformers._has_cpp_library", False)
-    assert "its compiled part does not fit this PyTorch" in xformers.refusals(problem)[0].text
+    for error, ending in ((found, "ImportError: built for another PyTorch"), (shown, "load it first, by ctypes")):
+        monkeypatch.setattr("xformers._cpp_lib", SimpleNamespace(_cpp_library_load_exception=error), raising=False)
+        text = xformers.refusals(problem)[0].text
+        assert "its compiled part does not fit this PyTorch" in text
+        assert text.endswith(ending)
+        branched._load_fault.cache_clear()
+    monkeypatch.delattr(sys.modules["xformers.ops"], "memory_efficient_attention_forward_requires_grad")
+    assert "its attention is in package mslk, which is not installed" in xformers.refusals(problem)[0].text
     branched._load_fault.cache_clear()
     monkeypatch.delitem(sys.modules, "xformers.ops")
     assert "cannot be used: ModuleNotFoundError" in xformers.refusals(problem)[0].text
+
+
+@pytest.mark.parametrize("distribution", ["mslk", "mslk-cuda"])
+def test_mslk_in_the_place_of_xformers(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's mslk 0.0.0 is a placeholder."""
+    for version, expected in (("0.0.0", xformers.XFORMERS.distribution), ("1.3.0", distribution)):
+        installed(monkeypatch, {distribution: version, "xformers": "0.0.36", "flash-attn": "2.8.3"})
+        environment.installed.cache_clear()
+        assert xformers.chosen().distribution == expected
+    package = xformers.chosen()
+    monkeypatch.setattr(xformers, "PACKAGE", package)
+    assert xformers.version() == f"{distribution} 1.3.0 torch {torch.__version__} flash-attn 2.8.3"
+    libraries.xformers(monkeypatch, [], "mslk__attention__fmha")
+    backend = on_cpu(ADAPTERS["xformers"]._replace(package=package))
+    problem = FEW[1].problem(torch.float16, needs_grad=True)
+    assert backend.refusals(problem) == []
+    assert gate(problem).check(gate(problem).run(backend)).failures == ()
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 3, 16), (2, 40, 3, 9)], ids=str)

@@ -19,6 +19,7 @@ import torch
 from attn_dispatch.backends import flash, sdpa_cudnn, xformers
 from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches import backend as branched
+from attn_dispatch.kernels.branches import flash4 as flash4_package
 from attn_dispatch.machine import environment
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing.cases import Case
@@ -95,7 +96,7 @@ def source_of(distribution: str, path: str) -> str:
 
 def test_flash_2(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.flash_attn_2(monkeypatch, [])
-    found = record("flash2", sys.modules[flash.PACKAGE2.module], monkeypatch)
+    found = record("flash2", flash.extension2(), monkeypatch)
     found.check(lambda name: signatures.of_source(signatures.FLASH_2, name))
 
 
@@ -111,21 +112,25 @@ def test_flash_3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flash_4(monkeypatch: pytest.MonkeyPatch) -> None:
     text = source_of("flash-attn-4", "flash_attn/cute/interface.py")
     libraries.flash_attn_4(monkeypatch, [])
-    found = record("flash4", sys.modules[flash.PACKAGE4.module], monkeypatch)
+    found = record("flash4", sys.modules[flash4_package.PACKAGE.module], monkeypatch)
     assert any("dlse" in kwargs for _, kwargs in found.calls["_flash_attn_bwd"])
     found.check(lambda name: signatures.of_source(text, name))
 
 
 def test_the_cache_of_flash_4_has_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = source_of("flash-attn-4", "flash_attn/cute/cache_utils.py")
-    monkeypatch.delenv(flash.CACHE_ENABLED, raising=False)
+    monkeypatch.delenv(flash4_package.CACHE_ENABLED, raising=False)
     monkeypatch.setattr("platformdirs.user_cache_path", lambda *args, **kwargs: tmp_path)
-    assert len(flash.compile_cache()) == 2
-    assert set(flash.compile_cache()) <= {name for name in text.replace('"', " ").split() if name.startswith("FLASH_")}
+    assert len(flash4_package.compile_cache()) == 2
+    assert set(flash4_package.compile_cache()) <= {
+        name for name in text.replace('"', " ").split() if name.startswith("FLASH_")
+    }
 
 
-def test_xformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = source_of("xformers", "xformers/ops/fmha/__init__.py")
+@pytest.mark.parametrize("distribution", ["xformers", "mslk", "mslk-cuda"])
+def test_xformers(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = "xformers/ops" if distribution == "xformers" else "mslk/attention"
+    text = source_of(distribution, f"{folder}/fmha/__init__.py")
     libraries.xformers(monkeypatch, [])
     found = record("xformers", sys.modules[xformers.PACKAGE.module], monkeypatch)
     found.check(lambda name: signatures.of_source(text, name))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dense, Window, attend, explain, register
-from attn_dispatch.backends import flex
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.flex import attention
 from attn_dispatch.kernels.formula import LARGEST_BIAS
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import Plugin, close, status
@@ -138,7 +138,7 @@ def test_autocast_leaves_the_terms_as_they_are(name: str) -> None:
 @pytest.mark.parametrize("by", ["causal", "seq_lens", "key_mask"])
 def test_what_a_bias_hides_together_with_others(backend: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last key is seen by the last query alone, from which the bias hides it."""
-    monkeypatch.setattr(flex, "compiling", False)
+    monkeypatch.setattr(attention, "compiling", False)
     q, k, v = (x.detach() for x in tensors(torch.float32))
     bias = torch.zeros(1, 1, LENGTH, LENGTH)
     more: dict[str, Any] = {"is_causal": True}
@@ -162,7 +162,7 @@ def test_what_a_bias_hides_together_with_others(backend: str, by: str, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_biases_of_the_largest_numbers(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """finfo.min hides keys beside others, and a row of it alone is a mean. NaN in hidden entries does not matter."""
-    monkeypatch.setattr(flex, "compiling", False)
+    monkeypatch.setattr(attention, "compiling", False)
     q, k, v = (x.detach() for x in tensors(torch.float32))
     bias = torch.zeros(1, 1, LENGTH, LENGTH, dtype=dtype)
     bias[..., :5] = torch.finfo(dtype).min

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import attend
-from attn_dispatch.backends import flex
 from attn_dispatch.calls import tensor_match
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.flex import attention
 from attn_dispatch.ring.engine.parts import SOLVERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.shapes import problem_of
@@ -205,8 +205,8 @@ def test_flex_compiles_for_no_views_of_negative_values() -> None:
     """PyTorch's compiler has no FlexAttention of them."""
     x = torch.randn(1, 16, 2, 16)
     for view in (PRIVATE._neg_view(x), PRIVATE._neg_view(x.transpose(1, 2))):
-        assert not flex._heads_first(view).is_neg()
-        assert torch.equal(flex._heads_first(view), -flex._heads_first(view.neg()))
+        assert not attention._heads_first(view).is_neg()
+        assert torch.equal(attention._heads_first(view), -attention._heads_first(view.neg()))
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guards", "attributes"])

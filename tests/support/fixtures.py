@@ -24,6 +24,7 @@ from attn_dispatch import process_state
 from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
 from attn_dispatch.kernels import device_cache
+from attn_dispatch.kernels.flex import attention
 from attn_dispatch.machine import load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
@@ -191,7 +192,7 @@ def set_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The backend `flex` without its compiler: seconds for each problem, and no gradients on a CPU."""
     flex._compiled.cache_clear()
-    monkeypatch.setattr(flex, "compiling", False)
+    monkeypatch.setattr(attention, "compiling", False)
     yield
     flex._compiled.cache_clear()
 

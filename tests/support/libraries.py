@@ -121,33 +121,34 @@ def flash_bias(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int 
     return as_bias(band(q, k, left, 0 if causal else right))
 
 
-def flash_attn_2(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
-    """flash-attn 2.7 to 2.8: `flash_attn.flash_attn_interface`."""
+def flash_attn_2(
+    monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], imported: str = "flash_attn_gpu"
+) -> None:
+    """flash-attn 2.7 to 2.8: `flash_attn_2_cuda`, under the name by which `flash_attn_interface` imports it."""
 
-    def _wrapped_flash_attn_forward(
-        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        return_softmax,
+    def fwd(
+        q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+        return_softmax, gen_, /,
     ):  # fmt: skip
         check_rows(q, k, v)
-        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
-        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        assert (out_, alibi_slopes_, p_dropout, softcap, return_softmax, gen_) == (None, None, 0.0, 0.0, False, None)
+        bias = flash_bias(q, k, is_causal, window_size_left, window_size_right)
         return *forward(q, k, v, softmax_scale, bias, math.inf), None, None
 
-    def _wrapped_flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    def bwd(
+        dout, q, k, v, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, p_dropout, softmax_scale, is_causal,
+        window_size_left, window_size_right, softcap, deterministic, gen_, rng_state, /,
     ):  # fmt: skip
-        check_rows(dout, q, k, v, out, dq, dk, dv)
+        check_rows(dout, q, k, v, out, dq_, dk_, dv_)
         check_lse(softmax_lse, q)
-        assert (dropout_p, softcap, alibi_slopes, rng_state) == (0.0, 0.0, None, None)
+        assert (alibi_slopes_, p_dropout, softcap, gen_, rng_state) == (None, 0.0, 0.0, None, None)
         calls.append({"deterministic": deterministic, "window": (window_size_left, window_size_right)})
-        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        bias = flash_bias(q, k, is_causal, window_size_left, window_size_right)
         found = backward(dout, q, k, v, out, softmax_lse, softmax_scale, bias)
-        for into, grad in zip((dq, dk, dv), found):
+        for into, grad in zip((dq_, dk_, dv_), found):
             into.copy_(grad)
 
-    interface = {f.__name__: f for f in (_wrapped_flash_attn_forward, _wrapped_flash_attn_backward)}
-    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface=interface)
+    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={imported: _namespace(fwd, bwd)})
 
 
 def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
@@ -207,7 +208,7 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -
     def fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         given = _named(FLASH_3_FWD, q, k, v, *rest)
         check_rows(q, k, v)
-        assert given.num_splits == 1
+        calls.append({"num_splits": given.num_splits})
         bias = flash_bias(q, k, given.is_causal, given.window_size_left, given.window_size_right)
         return *forward(q, k, v, given.softmax_scale, bias, -math.inf), torch.empty(0), torch.empty(0)
 
@@ -245,8 +246,10 @@ class LowerTriangularMask:
     """Lines up the first query with the first key."""
 
 
-def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
-    """xformers 0.0.35: `xformers.ops`. Its kernels may round the rows of lse up, and what is in them is anything."""
+def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], ops_of: str = "xformers__ops") -> None:
+    """xformers 0.0.35: `xformers.ops`; MSLK 1.3.0: `mslk.attention.fmha`. Their kernels may round the rows of lse
+    up, and what is in them is anything.
+    """
 
     def bias_of(attn_bias: object, q: Tensor, k: Tensor) -> Tensor:
         if attn_bias is None:
@@ -275,7 +278,7 @@ def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> No
 
     functions = (memory_efficient_attention_forward_requires_grad, memory_efficient_attention_backward)
     ops = {f.__name__: f for f in functions} | {"LowerTriangularMask": LowerTriangularMask}
-    modules(monkeypatch, xformers={"_has_cpp_library": True}, xformers__ops=ops)
+    modules(monkeypatch, xformers={"_has_cpp_library": True}, mslk={}, mslk__attention={}, **{ops_of: ops})
 
 
 # --- PyTorch's ops, [batch, heads, len, head_dim] ---------------------------------------------------------------------

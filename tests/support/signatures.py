@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-# flash-attn 2.7.0 to 2.8.3: Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py; the names with _wrapped_ are
-# the ops that torch makes of these functions.
+# flash-attn 2.7.0 to 2.8.3: mha_fwd and mha_bwd of Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp.
 FLASH_2 = """
-def _wrapped_flash_attn_forward(
-    q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-    return_softmax,
+def fwd(
+    q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+    return_softmax, gen_, /,
 ): ...
 
-def _wrapped_flash_attn_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-    window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+def bwd(
+    dout, q, k, v, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, p_dropout, softmax_scale, is_causal,
+    window_size_left, window_size_right, softcap, deterministic, gen_, rng_state, /,
 ): ...
 """
 
