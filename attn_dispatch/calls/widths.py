@@ -39,16 +39,11 @@ def _have_axes(call: Call) -> bool:
 def widths(call: Call) -> Rewritten | None:
     """q, k and v of one head_dim: columns of zeros change no score, and give columns of zeros in out.
 
-    The scale stays that of the keys' width.
-
-    Raises:
-        InvalidInput: q has another width than k.
+    The scale stays that of the keys' width. Where q has another one than k, `Problem.of_call` raises.
     """
-    if not unequal(call):
+    if not unequal(call) or call.q.shape[-1] != call.k.shape[-1]:  # of which all ranks of a mesh must hear
         return None
     q, k, v = call.qkv
-    if q.shape[-1] != k.shape[-1]:  # checked before the padding changes the numbers
-        raise InvalidInput(f"q and k must have one head_dim, got {q.shape[-1]} and {k.shape[-1]}")
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     width, more = v.shape[-1], k.shape[-1] - v.shape[-1]
     q, k, v = (q, k, pad(v, (0, more))) if more > 0 else (pad(q, (0, -more)), pad(k, (0, -more)), v)

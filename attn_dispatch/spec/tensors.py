@@ -150,12 +150,12 @@ def default_device() -> torch.device:
 
 def common_shapes(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int, int, int]:
     q, k, v = (list(tensors[name].shape) for name in "qkv")
+    if q[3] != k[3]:
+        raise InvalidInput(f"q and k must have one head_dim, got {q[3]} and {k[3]}")
     if k != v:
         raise InvalidInput(f"k and v must have one shape, got {k} and {v} (as [batch, len, heads, head_dim])")
     if q[0] != k[0]:
         raise InvalidInput(f"q and k must have one batch size, got {q[0]} and {k[0]}")
-    if q[3] != k[3]:
-        raise InvalidInput(f"q and k must have one head_dim, got {q[3]} and {k[3]}")
     if q[2] % k[2]:
         raise InvalidInput(f"the heads of k and v must divide those of q, got {k[2]} and {q[2]}")
     return q[0], q[1], q[2], q[3], k[1], k[2]

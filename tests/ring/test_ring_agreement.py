@@ -32,7 +32,7 @@ def call(given: dict[str, Any]) -> tuple[int, ...]:
     kind, grads = given.pop("kind", "contiguous"), given.pop("grads", False)
     shape, dtype = given.pop("shape", (2, 12, 4, 8)), given.pop("dtype", torch.float32)
     q, k, v = (torch.ones(shape, dtype=dtype, requires_grad=grads) for _ in range(3))
-    out: Tensor = attend(q, k, v, mesh=Sharded(ring_ranks.group(), kind), **given)
+    out: Tensor = attend(q, given.pop("k", k), v, mesh=Sharded(ring_ranks.group(), kind), **given)
     return tuple(out.shape)
 
 
@@ -95,6 +95,7 @@ def test_different_budgets_are_refused(ranks: Ranks) -> None:
     ("wrong", "message"),
     [
         ({"shape": (2, 12, 4)}, "q must have 4 axes"),
+        ({"k": torch.ones(2, 12, 4, 6)}, "q and k must have one head_dim, got 8 and 6"),
         ({"order": "hilbert"}, "order must be None or one of"),
         ({"backend": "sdpa"}, "backend must be None or 'ring' over a mesh, got 'sdpa'"),
         ({"seq_lens": [3, 4]}, "seq_lens must be an int32 or int64 tensor, got list"),
