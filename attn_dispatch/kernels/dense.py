@@ -118,7 +118,7 @@ class Kernel:
     def specialized(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, heads_first: bool
     ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """A function of tensors like q, k and v, and of the problem; None: there is none. See `contract.Backend`."""
+        """A function of tensors like q, k and v, and the problem; None: there is none. See `contract.Backend`."""
         call = self.bound(is_causal, scale)
         if call is None or any(x.stride(-1) != 1 for x in (q, k, v)):
             return None

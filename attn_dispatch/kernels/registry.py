@@ -21,11 +21,11 @@ from attn_dispatch.text import one_line
 
 GROUP = "attn_dispatch.backends"
 LIBRARIES = ("sdpa", "flash", "xformers", "sdpa_cudnn", "sdpa_efficient")
+FUSED = ("triton", "triton_tiles")  #: on CUDA they read the pairs that are seen, in one pass
 #: In the order in which the static heuristic, which measures nothing, tries them on a CPU; PyTorch's own choice first.
-BUILT_IN = (*LIBRARIES, "sdpa_float32", "sdpa_mask", "tiles", "triton", "triton_tiles", "native", "flex", "flex_flash")
+BUILT_IN = (*LIBRARIES, "sdpa_float32", "sdpa_mask", "tiles", *FUSED, "native", "flex", "flex_flash")
 LAST_RESORT = "manual"
 OFTEN_FASTEST = "native"  #: in most shipped decisions of CPUs: tried second, for there may be no time for a third
-FUSED = ("triton", "triton_tiles")  #: on CUDA they read the pairs that are seen, in one pass
 IN_PIECES = ("Dilated", "Neighborhood")  #: patterns for which libraries take many calls, or a mask of all pairs
 #: Where PyTorch prefers cuDNN too. Source: check_prefer_cudnn_attention in its transformers/cuda/sdp_utils.cpp.
 CUDNN_FIRST = ("cuda-sm90-", "cuda-sm100-")

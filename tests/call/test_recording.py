@@ -62,17 +62,6 @@ def test_a_problem_is_recorded_before_it_fails(tmp_path: Path, set_mode: Callabl
     assert read_record(tmp_path / "met.jsonl") == {Problem.of(*qkv()): Use(0, 0.0)}
 
 
-def test_nested_records(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
-    set_mode("predict")
-    q, k, v = qkv()
-    with record(tmp_path / "outer"):
-        attend(q, k, v)
-        with record(tmp_path / "inner"):
-            attend(q, k, v)
-    (outer, inner) = (read_record(tmp_path / name)[Problem.of(q, k, v)] for name in ("outer", "inner"))
-    assert (outer.calls, inner.calls) == (2, 1)
-
-
 def test_calls_and_seconds_add_up(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
     """Over blocks, lines and intervals; those of other problems and of calls outside the block are not counted."""
     set_mode("predict")
@@ -106,16 +95,6 @@ def test_the_time_of_calls_is_that_of_their_runs(tmp_path: Path, set_mode: Calla
     (use,) = read_record(tmp_path / "met.jsonl").values()
     assert use.calls == 10
     assert 0.2 <= use.seconds < 0.38
-
-
-def test_few_queries_are_those_of_a_power_of_two_of_keys(tmp_path: Path, set_mode: Callable[[str], None]) -> None:
-    set_mode("predict")
-    q, k, v = qkv(64)
-    with record(tmp_path / "met.jsonl"):
-        for length in range(33, 65):
-            attend(q[:, :1], k[:, :length], v[:, :length], is_causal=True)
-    ((problem, use),) = read_record(tmp_path / "met.jsonl").items()
-    assert (problem.k_len, use.calls) == (64, 32)
 
 
 @pytest.mark.usefixtures("fresh_compiler")

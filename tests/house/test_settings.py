@@ -19,6 +19,7 @@ def test_there_are_some() -> None:
         "TIMEOUT_S",
         "CACHE_MB",
         "OVERHEAD",
+        "HOST_SHARE",
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -15,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_dispatch.errors import InvalidInput
 from attn_dispatch.machine import devices, hardware, memory
 from tests.support import fakes
 from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, write
@@ -117,17 +115,6 @@ def test_cpu_memory_and_cores_respect_the_cgroup(tmp_path: Path, monkeypatch: py
     write(tmp_path / "cgroup" / "a" / "memory.max", 64 * MIB)
     cpu = cpu_from(tmp_path, INTEL_AMX)
     assert (cpu.cores, cpu.total_bytes) == (3, 64 * MIB)
-
-
-@pytest.mark.parametrize(("quota", "cores"), [(150000, 2), (-1, 64), (10000, 1)])
-def test_cores_under_cgroup_v1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: int, cores: int) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    write(tmp_path / "self" / "cgroup", "3:cpu,cpuacct:/job\n2:cpuset:/elsewhere")
-    for name, value in {"quota": quota, "period": 100000}.items():
-        write(tmp_path / "cpu,cpuacct" / "job" / f"cpu.cfs_{name}_us", value)
-    write(tmp_path / "cpuset" / "elsewhere" / "cpu.cfs_quota_us", 1)
-    assert hardware._usable_cores(tmp_path, tmp_path) == cores
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -250,19 +237,6 @@ def test_gpu_advice(capability: tuple[int, int], dtype: str) -> None:
     assert f"sm_{capability[0]}{capability[1]}" in advice.reason
 
 
-def test_gpu_silicon_ignores_other_properties() -> None:
-    other = replace(GPU, index=3, uuid="x", driver=None, total_bytes=GPU.total_bytes + 600 * MIB)
-    assert hardware.silicon_of(other) == hardware.silicon_of(GPU)
-    for change in ({"sm_count": 114}, {"capability": (8, 0)}, {"l2_bytes": None}, {"mig": True}, {"name": "x"}):
-        assert hardware.silicon_of(replace(GPU, **change)) != hardware.silicon_of(GPU)
-    assert hardware.silicon_of(replace(GPU, total_bytes=93 * GIB)) != hardware.silicon_of(GPU)
-
-
-@pytest.mark.parametrize(("gib", "name"), [(79.1, 80), (79.6, 80), (39.4, 40), (22.1, 24), (23.7, 24), (139.8, 144)])
-def test_memory_class(gib: float, name: int) -> None:
-    assert f"-l2-{name}gib-" in hardware.silicon_of(replace(GPU, total_bytes=int(gib * GIB)))
-
-
 @given(model=st.text(max_size=80), total=st.integers(1, 1 << 42), mig=st.booleans())
 def test_silicon_is_a_short_slug(model: str, total: int, mig: bool) -> None:
     sets = ("amx_bf16", "amx_fp16", "avx2", "avx512", "avx512_bf16", "avx512_fp16")
@@ -282,26 +256,7 @@ def test_threads_change_the_cpu_fingerprint() -> None:
         torch.set_num_threads(before)
 
 
-def test_summary_and_dict() -> None:
-    found = hardware.Hardware(CPU, (GPU, replace(GPU, index=1, mig=True)), "2.13", None)
-    cpu, gpu, piece = str(found).splitlines()
-    assert cpu == "cpu: Some CPU 1, 8 cores, 4 threads, avx2, L2 1 MiB, L3 unknown, 16.0 GiB"
-    assert gpu == "cuda:0: Some GPU, sm_90, 132 SMs, L2 50 MiB, 79.0 GiB, driver 550.54"
-    assert "(MIG slice)" in piece
-    plain: Any = found.to_dict()
-    assert json.loads(json.dumps(plain)) == plain
-    assert plain["gpus"][1]["capability"] == [9, 0]
-
-
 # --- this machine -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "mps", "meta", "bogus", "cuda:-1", "cpu:3", "", 0, None])
-def test_bad_device(device: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"must be one of cpu") as caught:
-        hardware.silicon(device)
-    assert repr(device) in str(caught.value)
-    assert isinstance(caught.value, ValueError)
 
 
 def test_real_machine() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import time
 from collections.abc import Callable
@@ -162,17 +161,6 @@ def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable
         note_missed(folder, {"batch": 1})
     (text,) = warnings()
     assert text.startswith("misses are not recorded: ")
-
-
-def test_the_older_half_of_the_misses_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / passed.MISSED
-    for number in range(1100):
-        note_missed(tmp_path, {"number": number, "text": "x" * 1000})
-        assert path.stat().st_size <= passed.MOST
-    numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()]
-    assert numbers == list(range(numbers[0], 1100))
-    assert 0 < numbers[0] < 600
-    assert files_in(tmp_path) == [path]
 
 
 # --- checks that were passed ----------------------------------------------------------------------------------------

@@ -60,36 +60,6 @@ def test_a_hang_costs_one_item() -> None:
     assert "failed" not in last
 
 
-def test_a_process_that_fails_at_its_end_is_reported() -> None:
-    *measured, end = rows("work", "fail at the end")
-    assert all("failed" not in row for row in measured)
-    assert end["failed"] == "after its last item the process ended with 3: "
-
-
-def serve(monkeypatch: pytest.MonkeyPatch, ends: bool) -> list[Row]:
-    def measure(item: Item, machine: object, setup: Setup) -> Row:
-        if item["item"] == 0:
-            raise ValueError("no such kernel")
-        return {"machine": type(machine).__name__}
-
-    step: Any = ModuleType("fake")
-    step.measure, step.ENDS_AFTER_FAILURE = measure, ends
-    monkeypatch.setitem(sys.modules, "tools.checks.gpu.fake", step)
-    rows: list[Row] = []
-    workers.serve("fake", DRY, [{"item": 0}, {"item": 1}], rows.append)
-    for row in rows:
-        row.pop("took_s")
-    return rows
-
-
-def test_an_exception_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serve(monkeypatch, ends=False) == [{"failed": "ValueError: no such kernel"}, {"machine": "Dry"}]
-
-
-def test_a_failure_ends_a_process_that_it_leaves_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert serve(monkeypatch, ends=True) == [{"failed": "ValueError: no such kernel", "ended": True}]
-
-
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 

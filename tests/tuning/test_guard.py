@@ -20,11 +20,6 @@ from tests.support.guarded import PATIENT_S, run
 # --- calls that return ------------------------------------------------------------------------------------------------
 
 
-def test_the_result_is_returned() -> None:
-    result = object()
-    assert run_guarded(lambda: result, PATIENT_S) is result
-
-
 def fail(error: BaseException) -> None:
     raise error
 
