@@ -173,7 +173,10 @@ class Launch(NamedTuple):
         """
         if self.compiled is None:
             return lambda *tensors: None
-        as_before = lambda *tensors: self.kernel[(self.programs,)](*tensors, *self.others, **self.constants)  # noqa: E731
+
+        def as_before(*tensors: Tensor | None) -> object:
+            return self.kernel[(self.programs,)](*tensors, *self.others, **self.constants)
+
         if find_spec("triton.knobs") is None:  # before Triton 3.4 the launcher takes other arguments
             return as_before
         names = self.kernel.arg_names[self.tensors :]
