@@ -193,15 +193,30 @@ def _launch_part(
     if not is_noted(name, problem, parts.rows):
         refuse_capture(problem.device)
     others = (
-        *(stride for x in strided for stride in x.stride()), *((0, 0) if mask is None else mask.stride()),
-        problem.kv_heads, parts.parts, parts.share, problem.q_len, parts.first, parts.end, parts.low, parts.high,
+        *(stride for x in strided for stride in x.stride()),
+        *((0, 0) if mask is None else mask.stride()),
+        problem.kv_heads,
+        parts.parts,
+        parts.share,
+        problem.q_len,
+        parts.first,
+        parts.end,
+        parts.low,
+        parts.high,
         as_float32(problem.scale),
-    )  # fmt: skip
+    )
     return launched(
-        few_queries.part, problem.batch * problem.kv_heads * parts.parts, problem.device, tensors, others,
-        COLUMNS=parts.columns, PRECISION=precision(problem), WIDE=needs_wide_offsets(strided), num_stages=2,
+        few_queries.part,
+        problem.batch * problem.kv_heads * parts.parts,
+        problem.device,
+        tensors,
+        others,
+        COLUMNS=parts.columns,
+        PRECISION=precision(problem),
+        WIDE=needs_wide_offsets(strided),
+        num_stages=2,
         **_common(problem, parts),
-    )  # fmt: skip
+    )
 
 
 def _launch_join(

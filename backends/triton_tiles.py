@@ -175,9 +175,9 @@ def _passes(problem: Problem, order: str, tile: int, *more: Any) -> TritonPasses
 
 def _lists(problem: Problem, order: str, tile: int, each: TritonKernel, block: BlockConfig) -> Lists:
     found = tile_lists_of(problem, order, tile)
-    side, rows, columns = found.queries, found.q_pos, found.k_pos
-    if each.side == "keys":
-        side, rows, columns = found.keys, columns, rows
+    side, rows, columns = found.keys, found.k_pos, found.q_pos
+    if each.side == "queries":
+        side, rows, columns = found.queries, columns, rows
     assert side is not None
     tensors = (side.spans, side.pairs, None, found.kind_of, rows, columns, found.masks, found.reach)
     return Lists(len(rows) // block.rows, 1, tensors, tile=tile)

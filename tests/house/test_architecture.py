@@ -53,7 +53,7 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: lines for anything else takes others away.
 LINES = {
     "api": 720,
-    "backends": 2200,
+    "backends": 1825,
     "base": 300,
     "calls": 940,
     "cli": 3000,
@@ -61,7 +61,7 @@ LINES = {
     "decisions": 2300,
     "entry": 110,
     "integrations": 1370,
-    "kernels": 9300,
+    "kernels": 9640,  # with parts that two backends share
     "learning": 970,
     "machine": 1020,
     "nn": 1630,

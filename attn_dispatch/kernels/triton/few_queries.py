@@ -23,12 +23,44 @@ VARIABLE = ("kv_heads", "splits", "share", "q_len", "first", "end", "low", "high
 
 @triton.jit(do_not_specialize=VARIABLE)
 def part(
-    q, k, v, sums, maxima, totals, key_mask,
-    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, mask_b, mask_n,
-    kv_heads, splits, share, q_len, first, end, low, high, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    sums,
+    maxima,
+    totals,
+    key_mask,
+    q_b,
+    q_n,
+    q_h,
+    q_d,
+    k_b,
+    k_n,
+    k_h,
+    k_d,
+    v_b,
+    v_n,
+    v_h,
+    v_d,
+    mask_b,
+    mask_n,
+    kv_heads,
+    splits,
+    share,
+    q_len,
+    first,
+    end,
+    low,
+    high,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Sums [batch, kv_heads, splits, ROWS, HEAD_DIM], maxima and totals [..., ROWS] of keys `first` to `end`.
 
     Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys.
@@ -53,13 +85,58 @@ def part(
     stop = tl.minimum(start + share, end)
     for n in range(start, stop, COLUMNS):
         columns, there, visible, times = block_of(
-            None, 0, 1, n, stop, 0, rows, 0, low, high, None, 0, key_mask, batch * mask_b, mask_n,
-            None, None, None, 0, 0, 0, False, ROWS, COLUMNS, 0, 0, 0,
-        )  # fmt: skip
+            None,
+            0,
+            1,
+            n,
+            stop,
+            0,
+            rows,
+            0,
+            low,
+            high,
+            None,
+            0,
+            key_mask,
+            batch * mask_b,
+            mask_n,
+            None,
+            None,
+            None,
+            0,
+            0,
+            0,
+            False,
+            ROWS,
+            COLUMNS,
+            0,
+            0,
+            0,
+        )
         row_max, total, acc, acc_rest = forward_step(
-            query, query_rest, k_head, v_head, columns, there, visible, times, slope,
-            row_max, total, acc, acc_rest, k_n, k_d, v_n, v_d, HEAD_DIM, BLOCK_D, 0, PRECISION, WIDE,
-        )  # fmt: skip
+            query,
+            query_rest,
+            k_head,
+            v_head,
+            columns,
+            there,
+            visible,
+            times,
+            slope,
+            row_max,
+            total,
+            acc,
+            acc_rest,
+            k_n,
+            k_d,
+            v_n,
+            v_d,
+            HEAD_DIM,
+            BLOCK_D,
+            0,
+            PRECISION,
+            WIDE,
+        )
     at = program.to(tl.int64) * ROWS + row
     tl.store(maxima + at, row_max)
     tl.store(totals + at, total)
@@ -68,9 +145,19 @@ def part(
 
 @triton.jit(do_not_specialize=("heads", "splits", "q_len"))
 def join(
-    sums, maxima, totals, out, lse, heads, splits, q_len,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    sums,
+    maxima,
+    totals,
+    out,
+    lse,
+    heads,
+    splits,
+    q_len,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len], a program for each row; SPLITS at a time."""
     program = tl.program_id(0).to(tl.int64)
     head = program % heads

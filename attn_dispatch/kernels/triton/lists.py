@@ -12,7 +12,7 @@ repeated keys have multiplicity 0, and every pair with one is among the first pa
 
 # Triton reads the annotations itself: no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
 
 import triton
 import triton.language as tl
@@ -136,10 +136,34 @@ def span_of(begin, full, full_end, end, PHASE: tl.constexpr):
 
 @triton.jit
 def block_of(
-    runs, start, step, n, end, first, rows, kind, low, high, seq_lens, length, key_mask, mask_at, mask_n,
-    column_pos, masks, reach, q_len, k_len, PHASE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, TILE: tl.constexpr, BRANCHES: tl.constexpr, AXES: tl.constexpr,
-):  # fmt: skip
+    runs,
+    start,
+    step,
+    n,
+    end,
+    first,
+    rows,
+    kind,
+    low,
+    high,
+    seq_lens,
+    length,
+    key_mask,
+    mask_at,
+    mask_n,
+    column_pos,
+    masks,
+    reach,
+    q_len,
+    k_len,
+    PHASE: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    AXES: tl.constexpr,
+):
     """A block's columns, which of them count [COLUMNS], and which each row sees and how often [ROWS or 1, COLUMNS].
 
     KEYS: rows are keys, key_mask is None, and rows may see columns that do not count. In a run's outer phases columns
@@ -178,9 +202,20 @@ def block_of(
         if KEYS:
             q_tile, q_lane, k_tile, k_lane = k_tile, k_lane, q_tile, q_lane
         times = multiplicity(
-            masks, reach, tl.load(runs + listed * PAIR + 1), kind, q_tile, q_lane, k_tile, k_lane, q_len, k_len,
-            TILE, BRANCHES, AXES,
-        )  # fmt: skip
+            masks,
+            reach,
+            tl.load(runs + listed * PAIR + 1),
+            kind,
+            q_tile,
+            q_lane,
+            k_tile,
+            k_lane,
+            q_len,
+            k_len,
+            TILE,
+            BRANCHES,
+            AXES,
+        )
         times = tl.where(visible, times, 0.0)
         visible = times > 0
     return columns, there, visible, times
@@ -188,9 +223,20 @@ def block_of(
 
 @triton.jit
 def multiplicity(
-    masks, reach, mask, kind, q_tile, q_lane, k_tile, k_lane, q_len, k_len,
-    TILE: tl.constexpr, BRANCHES: tl.constexpr, AXES: tl.constexpr,
-):  # fmt: skip
+    masks,
+    reach,
+    mask,
+    kind,
+    q_tile,
+    q_lane,
+    k_tile,
+    k_lane,
+    q_len,
+    k_len,
+    TILE: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    AXES: tl.constexpr,
+):
     """How many times each query sees each key, float32: from `masks`, or if BRANCHES > 0 computed from `reach`.
 
     The lanes of queries and keys in their tiles are [rows, 1] and [1, columns], or vice versa.

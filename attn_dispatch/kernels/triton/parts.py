@@ -39,9 +39,16 @@ def dims_of(FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    x, rows, seen, stride, d_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x,
+    rows,
+    seen,
+    stride,
+    d_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Rows [rows, BLOCK_D] of a head and the rest of each [rows, REST_D], 0 where not `seen` [rows or 1, 1].
 
     Without a rest, here and below, the first dims stand for it; the compiler drops what is not used.
@@ -112,10 +119,29 @@ def signed(x, scale):
 
 @triton.jit
 def forward_step(
-    query, query_rest, k_head, v_head, columns, there, visible, times, slope,
-    row_max, total, sums, sums_rest, k_n, k_d, v_n, v_d,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_rest,
+    k_head,
+    v_head,
+    columns,
+    there,
+    visible,
+    times,
+    slope,
+    row_max,
+    total,
+    sums,
+    sums_rest,
+    k_n,
+    k_d,
+    v_n,
+    v_d,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """The online softmax after a block of keys: each row's maximum, scaled by the slope, and its sums.
 
     See `lists.block_of` for columns, there, visible and times.
@@ -145,9 +171,23 @@ def weights(exponent):
 
 @triton.jit
 def store_forward(
-    out, lse, sums, rest, total, row_max, has_keys, batch, head, rows, stored, heads, q_len,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    sums,
+    rest,
+    total,
+    row_max,
+    has_keys,
+    batch,
+    head,
+    rows,
+    stored,
+    heads,
+    q_len,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+):
     """Store out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; zeros and -inf for rows without keys."""
     divisor = tl.where(has_keys, total, 1.0)
     sums = tl.where(has_keys[:, None], sums / divisor[:, None], 0.0)
@@ -160,9 +200,20 @@ def store_forward(
 
 @triton.jit
 def row_sums(
-    out, d_out, d_out_rest, lse, grad_lse, scaled_lse, delta, row_at, scalar_at, stored,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
-):  # fmt: skip
+    out,
+    d_out,
+    d_out_rest,
+    lse,
+    grad_lse,
+    scaled_lse,
+    delta,
+    row_at,
+    scalar_at,
+    stored,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
+):
     """lse in powers of two, inf for rows without keys, and `rowsum(grad * out) - grad_lse`; both are also stored.
 
     With lse inf a weight `exp2(s - lse)` is 0.

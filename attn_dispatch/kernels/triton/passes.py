@@ -132,18 +132,41 @@ class TritonPasses:
             reach = lists.tensors[-1]
             branches, axes = (0, 0) if reach is None else reach.shape[1:3]
             others = (
-                self.seq_lens, mask, *lists.tensors,
-                *(stride for x in strided for stride in x.stride()), *((0, 0) if mask is None else mask.stride()),
-                heads, lists.programs, min(lists.together, problem.batch * heads), problem.q_len, problem.k_len,
-                lists.low, lists.high, as_float32(problem.scale),
-            )  # fmt: skip
+                self.seq_lens,
+                mask,
+                *lists.tensors,
+                *(stride for x in strided for stride in x.stride()),
+                *((0, 0) if mask is None else mask.stride()),
+                heads,
+                lists.programs,
+                min(lists.together, problem.batch * heads),
+                problem.q_len,
+                problem.k_len,
+                lists.low,
+                lists.high,
+                as_float32(problem.scale),
+            )
             return launched(
-                each.load(), lists.programs * heads * problem.batch, problem.device, tensors, others,
-                GROUP=problem.heads // problem.kv_heads, HEAD_DIM=problem.head_dim, BLOCK_D=block_d, REST_D=rest_d,
-                ROWS=block.rows, COLUMNS=block.columns, TILE=lists.tile, BRANCHES=branches, AXES=axes,
-                PRECISION=precision(problem), WIDE=needs_wide_offsets(strided),
-                num_warps=block.warps, num_stages=block.stages, **FUSED,
-            )  # fmt: skip
+                each.load(),
+                lists.programs * heads * problem.batch,
+                problem.device,
+                tensors,
+                others,
+                GROUP=problem.heads // problem.kv_heads,
+                HEAD_DIM=problem.head_dim,
+                BLOCK_D=block_d,
+                REST_D=rest_d,
+                ROWS=block.rows,
+                COLUMNS=block.columns,
+                TILE=lists.tile,
+                BRANCHES=branches,
+                AXES=axes,
+                PRECISION=precision(problem),
+                WIDE=needs_wide_offsets(strided),
+                num_warps=block.warps,
+                num_stages=block.stages,
+                **FUSED,
+            )
 
         return launch(each, problem, self.blocks(each), start)
 

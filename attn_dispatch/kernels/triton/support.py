@@ -174,8 +174,8 @@ class Launch(NamedTuple):
         if self.compiled is None:
             return lambda *tensors: None
 
-        def as_before(*tensors: Tensor | None) -> None:
-            self.kernel[(self.programs,)](*tensors, *self.others, **self.constants)
+        def as_before(*tensors: Tensor | None) -> object:
+            return self.kernel[(self.programs,)](*tensors, *self.others, **self.constants)
 
         if find_spec("triton.knobs") is None:  # before Triton 3.4 the launcher takes other arguments
             return as_before
