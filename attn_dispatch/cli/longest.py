@@ -142,9 +142,9 @@ class Search:
         self.guessed = self.guessed or (explained.source == "heuristic" and measures())
         if explained.choice is None:
             status = "memory" if any(each.status == "over_memory" for each in explained.candidates) else "refused"
-            every = "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
-            why = ("no backend can run it", every) if self.backend is None else (explained.candidates[0].reason,)
-            return Tried(problem.q_len, self.backend or "", status, *why)
+            every = "" if self.backend else "; ".join(f"{each.backend}: {each.reason}" for each in explained.candidates)
+            reason = explained.candidates[0].reason if self.backend else "no backend can run it"
+            return Tried(problem.q_len, self.backend or "", status, reason, every)
         backend, order, first = registry.load(explained.choice), explained.order or NATURAL, None
         with suppress(InvalidInput):
             first = self.problem_at(max(1, min(WARM_TOKENS, problem.q_len // 2)))
