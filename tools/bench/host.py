@@ -89,14 +89,9 @@ def as_cuda() -> None:
     driver.set_active(made)
     properties = {"shared_memory_per_block_optin": 227 << 10, "L2_cache_size": 50 << 20, "total_memory": 80 << 30}
     found = SimpleNamespace(**properties, multi_processor_count=132)
-    made_up: dict[str, Any] = {
-        "device_count": 1,
-        "is_current_stream_capturing": False,
-        "current_device": 0,
-        "synchronize": None,
-    }
+    made_up: dict[str, Any] = {"device_count": 1, "is_current_stream_capturing": False, "current_device": 0}
     made_up |= {"get_device_capability": (9, 0), "get_device_properties": found, "device": nullcontext()}
-    made_up["current_stream"] = SimpleNamespace(synchronize=lambda: None)
+    made_up |= {"current_stream": SimpleNamespace(synchronize=lambda: None), "synchronize": None}
     for name, answer in made_up.items():
         setattr(torch.cuda, name, lambda device=None, answer=answer: answer)
     tensor: Any = torch.Tensor
