@@ -38,7 +38,7 @@ from attn_dispatch.kernels.triton.support import (
     as_float32,
     fitting_blocks,
     kernels_of,
-    launched,
+    launch,
     mask_bytes,
     masks_of,
     needs_wide_offsets,
@@ -179,8 +179,8 @@ class _InParts(TritonPasses):
         sums = torch.empty(rows, problem.head_dim, dtype=torch.float32, device=device)
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
-        self.launched(_launch_part, parts, (q, k, v, sums, maxima, totals, self.key_mask), (q, k, v))
-        self.launched(_launch_join, "join", (sums, maxima, totals, out, lse), (out,))
+        self.launch_as_known(_launch_part, parts, (q, k, v, sums, maxima, totals, self.key_mask), (q, k, v))
+        self.launch_as_known(_launch_join, "join", (sums, maxima, totals, out, lse), (out,))
         return out, lse
 
 
@@ -205,7 +205,7 @@ def _launch_part(
         parts.high,
         as_float32(problem.scale),
     )
-    return launched(
+    return launch(
         few_queries.part,
         problem.batch * problem.kv_heads * parts.parts,
         problem.device,
@@ -227,7 +227,7 @@ def _launch_join(
     problem, parts = call.problem, key_parts(call.problem)
     assert parts is not None
     programs, others = problem.batch * problem.q_len * problem.heads, (problem.heads, parts.parts, problem.q_len)
-    found = launched(few_queries.join, programs, problem.device, tensors, others, **_common(problem, parts))
+    found = launch(few_queries.join, programs, problem.device, tensors, others, **_common(problem, parts))
     note(name, problem, parts.rows)
     return found
 

@@ -318,3 +318,8 @@ def test_guards_are_tested_before_use(guards: Any, monkeypatch: pytest.MonkeyPat
     tensor_match._guards_work.cache_clear()
     assert like(*qkv())
     assert not like(*qkv(8))
+
+
+def test_there_are_guards_here() -> None:
+    """Without guards every hit takes twice as long: fail if a new PyTorch lacks them."""
+    assert tensor_match._guards_work()

@@ -66,12 +66,29 @@ def test_an_upgrade_that_is_faster(installed: Machine) -> None:
     assert (row("c").measured, row("c").median_ms, row("c").status) == (before.measured, before.median_ms, "slower")
 
 
+def test_an_upgrade_that_is_slower(installed: Machine) -> None:
+    """The choice is outdated: it is measured again with the best of the others."""
+    installed.add("a", 30, "2")
+    attend(*qkv())
+    assert installed.called() == {"a", "b"}
+    assert explain(*qkv()).choice == "b"
+    assert (row("a").version, row("a").status) == ("2", "slower")
+
+
 def test_an_upgrade_that_the_environment_does_not_show(installed: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another package's backend, in a folder whose time stays."""
     monkeypatch.setattr(look_up, "current_environment", lambda: stored().environment)
     installed.add("a", 30, "2")
     attend(*qkv())
     assert installed.called() == {"a", "b"}
+
+
+def test_a_new_backend(installed: Machine) -> None:
+    installed.add("d", 1)
+    attend(*qkv())
+    assert installed.called() == {"a", "d"}
+    assert explain(*qkv()).choice == "d"
+    assert {row.backend for row in stored().candidates} == {"a", "b", "c", "d"}
 
 
 def test_a_removed_choice_is_replaced_from_the_stored_rows(installed: Machine) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, product
 
 import pytest
 from hypothesis import settings
-
-from tests.support.pairwise import covering
 
 pytest_plugins = "pytester"
 
@@ -53,12 +50,3 @@ def test_what_a_run_takes(suite: pytest.Pytester, options: tuple[str, ...], pass
     done.assert_outcomes(passed=passed, deselected=29 - passed if left else 0)
     assert (left or "") in done.stdout.str()
     assert ("left to" in done.stdout.str()) == (left is not None)
-
-
-@pytest.mark.parametrize(("size", "most"), [(2, 16), (3, 45)])  # the largest factors have 12 pairs, 36 threes
-def test_every_pair_and_every_three_are_in_few_rows(size: int, most: int) -> None:
-    rows = list(product(range(4), range(3), range(3), range(2)))
-    few = covering(rows, lambda *row: dict(zip("abcd", row)), size=size)
-    for places in combinations(range(4), size):
-        assert {tuple(row[n] for n in places) for row in few} == {tuple(row[n] for n in places) for row in rows}
-    assert len(few) <= most  # of 72

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from attn_dispatch.kernels.triton.passes import TritonPasses
+from attn_dispatch.kernels.triton.support import Launch
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.shapes import problem_of
 from tests.support import processes
 from tests.support.compiling import compiled
 
@@ -33,6 +38,22 @@ for number, (name, case) in enumerate(host.CASES.items()):
         assert all(alike), (name, alike)
     print(name, host.python_calls(call), sep=": ")
 """
+
+
+def test_a_launch_is_known_for_the_same_layouts_alone() -> None:
+    """Of all tensors: hooks, as of save_on_cpu, give the backward pass others than the forward pass had."""
+    made, problem = list[object](), problem_of((1, 8, 2, 4), Dense(), torch.float32, torch.device("cpu"))
+    x = torch.zeros(1, 8, 2, 9)
+    strided, packed, odd, gradient = x[..., :4], torch.zeros(1, 8, 2, 4), x[..., 1:5], torch.zeros(1, 2, 8, 4)
+    passes = TritonPasses(problem, (), (), (), known={})  # type: ignore[arg-type]
+
+    def launch(*given: object) -> Launch:
+        made.append(given)
+        return Launch(None, None, 0, problem.device, 0, (), {})
+
+    for x, y in ((strided, packed), (packed, packed), (odd, packed), (strided, gradient.mT), (strided, packed)):
+        passes.launch_as_known(launch, "kernel", (x, y), (x, y))
+    assert len(made) == 4
 
 
 @pytest.mark.full

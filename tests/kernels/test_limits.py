@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import sdpa
+from attn_dispatch.backends import sdpa, sdpa_cudnn
 from attn_dispatch.decisions.unmeasured import static_decision
 from attn_dispatch.kernels import limits, registry
 from attn_dispatch.kernels.branches import backend
@@ -300,6 +300,12 @@ def test_a_refusal_has_every_reason(
     assert texts(name, problem) == expected
 
 
+def test_an_old_cudnn(device: Callable[..., None]) -> None:
+    device(HOPPER, cudnn=8907)
+    assert texts("sdpa_cudnn", problem_of()) == ["needs cuDNN 90000 or newer, this PyTorch has 8907"]
+    assert sdpa_cudnn.version() == f"{torch.__version__} cuDNN 8907"
+
+
 def test_a_missing_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
@@ -373,6 +379,14 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         package().version()
+
+
+@pytest.mark.parametrize("version", ["0.9", "1", "1.1.9+cu128", "1.1rc3", "unknown"])
+def test_an_old_package(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, {"abacus": version})
+    (found,) = of_package(package()).refusals(on_cpu())
+    assert found.code == "not_installed"
+    assert found.text == f"package abacus is {version}, needs 1.2 or newer (pip install abacus)"
 
 
 @pytest.mark.parametrize("version", ["1.2", "1.2.0b3", "1.10", "2"])

@@ -64,7 +64,7 @@ def test_a_block_that_needs_too_much_is_not_tried_again(monkeypatch: pytest.Monk
 
     here = replace(CUDA, device=torch.device("cpu"))
     for problem in (here, here, replace(here, dtype=torch.float16)):
-        support.launch(triton.FORWARD, problem, (large, small), start)
+        support.in_fitting_block(triton.FORWARD, problem, (large, small), start)
     assert started == [large, small, small, large, small]
 
 

@@ -239,6 +239,13 @@ def test_an_import_names_decisions_of_another_problem_s_key(run: Run, tmp_path: 
         assert f"refused   {each.silicon}, key {each.key}: its key is not that of its problem" in out
 
 
+@pytest.mark.parametrize("name", ["nothing://there", "http://127.0.0.1:9/bundle.json", "memory://absent.json", "://"])
+def test_an_unreachable_url_is_refused(run: Run, name: str) -> None:
+    code, out = run("import", name, "--json")
+    assert code == 1
+    assert json.loads(out)["sources"][0]["reasons"][0]["reason"]
+
+
 @pytest.mark.parametrize("place", ["absent/bundle.json", "", "nothing://there"])
 def test_a_place_that_cannot_be_written(run: Run, tmp_path: Path, place: str, capsys: Any) -> None:
     store_all(*GIVEN)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from tools.bench import peers
 from tools.lib import peer_calls, peer_cells
 from tools.lib.peer_calls import ATTEND, Asked, Cell
@@ -63,26 +63,3 @@ def test_a_wrong_result_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["SDPA + mask"]["error"] > 0.01
     assert "out is off by" in found["SDPA + mask"]["wrong"][0]
     assert "WRONG: out is off by" in str(shown(found))
-
-
-@pytest.mark.parametrize(
-    "pattern", [Dense(is_causal=True), Window(1024, 0), Neighborhood((48, 48), (13, 13), edges="shift")]
-)
-def test_flex_functions_are_the_pattern(pattern: Any) -> None:
-    tokens = 2304
-    names: dict[type, str] = {Dense: "dense causal", Window: "window", Neighborhood: "neighborhood"}
-    name = names[type(pattern)]
-    problem = Cell(name, tokens, "float32", False).problem()
-    assert problem.pattern == pattern
-    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
-    found = peer_calls.FLEX_COUNTS[type(pattern)](problem)(torch.tensor(0), i, j)
-    assert torch.equal(found, pattern.multiplicity(tokens)[0].to(found.dtype))
-
-
-def test_flex_counts_of_branches() -> None:
-    problem = Cell("LongNet", 4096, "float32", False).problem()
-    i, j = torch.arange(2040, 2072)[:, None], torch.arange(4096)
-    counts = peer_calls.FLEX_COUNTS[Dilated](problem)
-    for head in range(problem.heads):
-        expected = problem.pattern.multiplicity(4096, heads=problem.heads, q_pos=i[:, 0])[head]
-        assert torch.equal(counts(torch.tensor(head), i, j), expected.to(torch.int32))

@@ -16,7 +16,7 @@ import pytest
 
 from attn_dispatch.machine.hardware import silicon
 from tools.checks import gpu_check
-from tools.checks.gpu import blocks, decisions, graphs, workers
+from tools.checks.gpu import decisions, graphs, workers
 from tools.checks.gpu.machine import Dry
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
 
@@ -84,13 +84,6 @@ def test_every_item_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert written["summary"] == summary
 
 
-@pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--only", "speed"]])
-def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu_check.parse(arguments)
-    assert arguments[0] in capsys.readouterr().err
-
-
 def test_a_dry_run_leaves_the_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert gpu_check.parse([]).output == gpu_check.RESULTS
@@ -107,11 +100,6 @@ def test_no_result_replaces_that_of_another_machine(monkeypatch: pytest.MonkeyPa
 
 
 # --- the steps --------------------------------------------------------------------------------------------------------
-
-
-def compiled(kernel: str, block: tuple[int, ...], **more: Any) -> Row:
-    values = ("triton", "causal", kernel, 64, "bfloat16", None, block)
-    return {**dict(zip(blocks.FIELDS, values)), "stage": "compile", **more}
 
 
 def test_a_graph_that_keeps_old_inputs_fails(monkeypatch: pytest.MonkeyPatch) -> None:

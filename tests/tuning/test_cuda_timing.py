@@ -62,12 +62,20 @@ def test_the_host_runs_ahead_of_the_device(stream: Stream) -> None:
 
 @pytest.mark.parametrize(
     ("kernel_ms", "enqueue_ms", "share", "expected_ms"),
-    [(0.3, 0.2, "", 0.3), (0.2, 0.3, "", 0.225), (0.01, 0.05, "", 0.02), (0.2, 0.3, "0", 0.2), (0.2, 0.3, "1", 0.3)],
+    [
+        (0.3, 0.2, "", 0.3),
+        (0.2, 0.3, "", 0.225),
+        (0.01, 0.05, "", 0.02),
+        (0.2, 0.3, "0", 0.2),
+        (0.2, 0.3, "1", 0.3),
+        (0.588, 1.377, "", 0.78525),
+        (1.055, 1.22, "", 1.09625),
+    ],
 )
 def test_a_sample_is_the_devices_time_and_a_share_of_the_hosts(
     kernel_ms: float, enqueue_ms: float, share: str, expected_ms: float, stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On an H100, 0.588 ms of the device and 1.377 of the host: better than 1.055 and 1.22 wherever a queue runs."""
+    """The last two are sdpa_cudnn and sdpa on an H100, training with 4,096 tokens: the host's time alone parts them."""
     monkeypatch.setenv("ATTN_DISPATCH_HOST_SHARE", share)
     stream.kernel_ms, stream.enqueue_ms = kernel_ms, enqueue_ms
     stopwatch = watch(stream)

@@ -41,7 +41,7 @@ CUDA = torch.device("cuda", 0)
 LONGNET = Dilated((16, 32, 64), (1, 2, 4), is_causal=True)
 SMALL = (1, 4, 2, 16)  #: of q where an operator computes: next to no work
 OVER_SDPA_US = 3.0  #: what `sdpa` may take more than F.sdpa
-SAMPLES, CALLS = 5, 300  #: passes over all calls, each with three means of so many: the least counts
+SAMPLES, CALLS = 5, 300  #: passes over all calls, each with three means of `CALLS`: the least counts
 
 
 class Measured(NamedTuple):

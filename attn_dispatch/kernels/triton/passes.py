@@ -21,8 +21,8 @@ from attn_dispatch.kernels.triton.support import (
     TritonKernel,
     as_float32,
     grad_or_zeros,
+    in_fitting_block,
     launch,
-    launched,
     needs_wide_offsets,
 )
 from attn_dispatch.spec.problem import Problem
@@ -80,7 +80,7 @@ class TritonPasses:
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         if not self.every_query:
             lse.fill_(-math.inf)
-        self.launched(TritonPasses.launch, self.kernels[0], (q, k, v, out, lse), (q, k, v))
+        self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[0], (q, k, v, out, lse), (q, k, v))
         return out, lse
 
     def backward(
@@ -94,11 +94,13 @@ class TritonPasses:
         dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
         tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)
-        self.launched(TritonPasses.launch, self.kernels[1], tensors, strided)
-        self.launched(TritonPasses.launch, self.kernels[2], (q, k, v, grad, scaled_lse, delta, dk, dv), strided)
+        self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[1], tensors, strided)
+        self.launch_as_known(
+            TritonPasses.launch_on_lists, self.kernels[2], (q, k, v, grad, scaled_lse, delta, dk, dv), strided
+        )
         return dq, dk, dv
 
-    def launched(
+    def launch_as_known(
         self,
         launch: Callable[..., Launch],
         kernel: Hashable,
@@ -115,14 +117,17 @@ class TritonPasses:
                 missing += 1
             else:
                 address |= x.data_ptr()
-        key = (kernel, strided[-1].stride(), address % ALIGNMENT == 0, missing)
+        # Those of a backward pass may be other than the forward pass had: hooks of saved tensors make new ones.
+        key = (kernel, *[x.stride() for x in strided], address % ALIGNMENT == 0, missing)
         again = self.known.get(key)
         if again is not None and not capturing(self.problem.device):  # a graph has to keep what the launch reads
             again(*tensors)
         else:
             self.known[key] = launch(self, kernel, tensors, strided).again()
 
-    def launch(self, each: TritonKernel, tensors: Sequence[Tensor | None], strided: Sequence[Tensor]) -> Launch:
+    def launch_on_lists(
+        self, each: TritonKernel, tensors: Sequence[Tensor | None], strided: Sequence[Tensor]
+    ) -> Launch:
         """Launch a kernel in the first block whose resources fit."""
         problem, mask, (block_d, rest_d) = self.problem, self.key_mask, parts_of(self.problem.head_dim)
         heads = problem.heads if each.side == "queries" else problem.kv_heads
@@ -146,7 +151,7 @@ class TritonPasses:
                 lists.high,
                 as_float32(problem.scale),
             )
-            return launched(
+            return launch(
                 each.load(),
                 lists.programs * heads * problem.batch,
                 problem.device,
@@ -168,7 +173,7 @@ class TritonPasses:
                 **FUSED,
             )
 
-        return launch(each, problem, self.blocks(each), start)
+        return in_fitting_block(each, problem, self.blocks(each), start)
 
 
 def specialized(name: str, problem: Problem, passes: TritonPasses, list_bytes: int) -> Callable[..., Result] | None:

@@ -200,7 +200,7 @@ class Launch(NamedTuple):
         return launch_again
 
 
-def launched(
+def launch(
     kernel: Any,
     programs: int,
     device: torch.device,
@@ -208,13 +208,15 @@ def launched(
     others: tuple[Any, ...],
     **constants: Any,
 ) -> Launch:
-    """Launch a kernel with so many programs."""
+    """Launch a kernel; `programs`: their number, which may be 0."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = kernel[(programs,)](*tensors, *others, **constants) if programs else None
         return Launch(kernel, compiled, programs, device, len(tensors), others, constants)
 
 
-def launch(each: TritonKernel, problem: Problem, blocks: Sequence[BlockConfig], start: Callable[[BlockConfig], T]) -> T:
+def in_fitting_block(
+    each: TritonKernel, problem: Problem, blocks: Sequence[BlockConfig], start: Callable[[BlockConfig], T]
+) -> T:
     """What `start` returns of the first block whose resources fit."""
     errors: Any = import_module("triton.runtime.errors")
     for block in blocks[:-1]:
