@@ -65,7 +65,7 @@ LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost em
 BUILDING = 64  #: times a list: temporaries while it is built, which count on a CPU (by the interpreter) alone
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
+KERNELS = FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
 INTERPRETED = BlockConfig(64, 64, 4, 1)
 INTERPRETED_CACHE = 2**14  #: bytes, so few that cache limits matter in small problems
 
@@ -121,6 +121,17 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
     return found
 
 
+def run_documents(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    refuse_tangents(name, q, k, v)
+    mask = mask_bytes(tensors.get("key_mask"))
+    call = _passes(problem, None, mask, lengths=lengths)  # without `Hidden`: keys of other documents are not read
+    for each in kernels_for(problem):  # what new lists wait for is waited for here, and not in a backward pass
+        call.lists(each, call.blocks(each)[0])
+    return differentiable(q, k, v, call, (mask,)) if problem.needs_grad else call.forward(q, k, v)
+
+
 def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
@@ -138,9 +149,9 @@ def forget(problem: Problem) -> None:
 
 
 @lru_cache(maxsize=4096)
-def block_configs(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
+def block_configs(each: TritonKernel, problem: Problem, lengths: tuple[int, ...] = ()) -> tuple[BlockConfig, ...]:
     """The blocks that fit into shared memory, in order of preference, clipped to the largest row group."""
-    most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side)))
+    most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side, lengths)))
     return tuple(dict.fromkeys(clipped(block, most) for block in _fitting(each, problem)))
 
 
@@ -158,13 +169,19 @@ process_state.register(process_state.READ, block_configs.cache_clear, _blocks.ca
 
 
 def _passes(
-    problem: Problem, seq_lens: Tensor | None = None, key_mask: Tensor | None = None, known: Any = None
+    problem: Problem,
+    seq_lens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    known: Any = None,
+    lengths: tuple[int, ...] = (),
 ) -> TritonPasses:
     kind = TritonPasses if seq_lens is not None or key_parts(problem) is None else _InParts
-    every = covers(problem, "queries"), not problem.needs_grad or covers(problem, "keys")
-    kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
-    blocks, lists = (lambda each: block_configs(each, problem)), (lambda *each: _lists(problem, *each))
-    return kind(problem, kernels, blocks, lists, seq_lens, key_mask, *every, known)
+    every = covers(problem, "queries", lengths), not problem.needs_grad or covers(problem, "keys", lengths)
+    blocks, lists = (
+        (lambda each: block_configs(each, problem, lengths)),
+        (lambda *each: _lists(problem, lengths, *each)),
+    )
+    return kind(problem, KERNELS, blocks, lists, seq_lens, key_mask, *every, known)
 
 
 class _InParts(TritonPasses):
@@ -238,8 +255,8 @@ def _common(problem: Problem, parts: KeyParts) -> dict[str, Any]:
     return {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": padded(d), "ROWS": parts.rows, "num_warps": warps, **FUSED}
 
 
-def _lists(problem: Problem, each: TritonKernel, block: BlockConfig) -> Lists:
-    work = _on_device(problem, each.side, block)
+def _lists(problem: Problem, lengths: tuple[int, ...], each: TritonKernel, block: BlockConfig) -> Lists:
+    work = (_packed if lengths else _on_device)(problem, each.side, block, lengths)
     tensors = (work.tiles, work.runs, work.first_tile, work.kind_of, None, None, None, None)
     return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tensors, work.low, work.high)
 
@@ -251,14 +268,16 @@ def _on_cpu(problem: Problem) -> Problem:
     return replace(problem, device=torch.device("cpu"))
 
 
-def _work_of(problem: Problem, side: Side, block: BlockConfig) -> WorkList:
-    work = _listed(_on_cpu(problem), side, block.rows)
+def _work_of(problem: Problem, side: Side, block: BlockConfig, lengths: tuple[int, ...] = ()) -> WorkList:
+    on_cpu = _on_cpu(problem)
+    work = work_list_of(on_cpu, side, block.rows, lengths) if lengths else _listed(on_cpu, side, block.rows)
     if _in_turn(problem, side)[1]:
         work = work.longest_first(block.columns)
     return work.to(problem.device)
 
 
 _on_device = DeviceCache(_work_of)
+_packed = DeviceCache(_work_of, most=64)  #: a training step has new lengths
 
 
 @lru_cache(maxsize=4096)
@@ -274,7 +293,7 @@ def _list_bytes(problem: Problem) -> int:
 
 def kernels_for(problem: Problem) -> tuple[TritonKernel, ...]:
     """The kernels of a call, without those of few queries."""
-    return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
+    return KERNELS if problem.needs_grad else (FORWARD,)
 
 
 def _l2_bytes(device: torch.device) -> int:
