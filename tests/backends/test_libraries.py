@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_dispatch import attend
 from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
@@ -118,6 +119,20 @@ def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> No
     backend, problem = on_cpu(ADAPTERS[adapter]), case.problem(dtype, needs_grad=needs_grad)
     if not backend.refusals(problem):
         assert gate(problem).check(gate(problem).run(backend)).failures == ()
+    if (packed := optional.problem_of_documents(backend, problem)) is not None:
+        assert optional.documents_failures(backend, packed) == []
+
+
+@pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4", "xformers", "torch-flash"])
+def test_documents_are_one_call(adapter: str, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each pass, whatever their lengths, with rows that are alike and others, and with the lse that trains."""
+    monkeypatch.setattr(registry, "load", lambda name: on_cpu(ADAPTERS[adapter]))
+    q, k, v = (torch.randn(2, 12, heads, 16, dtype=torch.float16, requires_grad=True) for heads in (4, 2, 2))
+    for ids in (torch.arange(12) // 5, torch.tensor([[0] * 11 + [1], [2] * 12])):
+        out, lse = attend(q, k, v, documents=ids.expand(2, 12), is_causal=True, return_lse=True, backend="flash")
+        torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
+    documents = [each["documents"] for each in calls if "documents" in each]
+    assert documents == ([] if adapter == "torch-flash" else [6, 6, 3, 3])
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
