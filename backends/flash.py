@@ -37,8 +37,12 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Generation(Kernel):
-    """Base of the generations. `window`: keys to the left and right of a query, None for all. `softcap`: 0 for none.
-    `documents`: where those of a row start, and the last ends, int32 [documents + 1], and the tokens of the longest.
+    """Base of the generations.
+
+    Args:
+        window: keys to the left and right of a query, None for all.
+        softcap: 0 for none.
+        documents: of one row: where each starts, and the last ends, int32 [documents + 1]; tokens of the longest.
     """
 
     window: Sides = (None, None)

@@ -108,7 +108,7 @@ def chosen() -> Package:
 
 
 PACKAGE = chosen()
-PACKED = PACKAGE._replace(oldest=max(PACKAGE.oldest, (0, 0, 35)))  #: older ones may have lse of documents otherwise
+PACKED = PACKAGE._replace(oldest=max(PACKAGE.oldest, (0, 0, 35)))  #: in older ones documents may have another lse
 CALLED = ("flash-attn", "flash_attn_3")  #: fmha/flash.py takes the first before PyTorch's, flash3.py the second
 
 

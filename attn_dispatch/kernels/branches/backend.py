@@ -223,6 +223,7 @@ class Branched(Backend):
         )
 
 
+@lru_cache(maxsize=4096)
 def _as_row(problem: Problem) -> Problem:
     """The problem of a batch's rows one after the other."""
     return replace(problem, batch=1, q_len=problem.batch * problem.q_len, k_len=problem.batch * problem.k_len)
