@@ -125,11 +125,11 @@ def run_documents(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v)
-    mask = mask_bytes(tensors.get("key_mask"))
-    call = _passes(problem, None, mask, lengths=lengths)  # without `Hidden`: keys of other documents are not read
+    masks = masks_of(tensors)
+    call = _passes(problem, *masks, lengths=lengths)  # without `Hidden`: keys of other documents are not read
     for each in kernels_for(problem):  # what new lists wait for is waited for here, and not in a backward pass
         call.lists(each, call.blocks(each)[0])
-    return differentiable(q, k, v, call, (mask,)) if problem.needs_grad else call.forward(q, k, v)
+    return differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
 
 
 def specialized(
