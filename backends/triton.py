@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_dispatch import process_state
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, Result, refuse_sinks
-from attn_dispatch.kernels.device_cache import DeviceCache, is_noted, note, refuse_capture
+from attn_dispatch.kernels.device_cache import DeviceCache, bytes_of, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import (
@@ -125,10 +125,9 @@ def run_documents(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v)
-    masks = masks_of(tensors)
-    call = _passes(problem, *masks, lengths=lengths)  # without `Hidden`: keys of other documents are not read
-    for each in kernels_for(problem):  # what new lists wait for is waited for here, and not in a backward pass
-        call.lists(each, call.blocks(each)[0])
+    masks, call = masks_of(tensors), _documents(problem, lengths)  # without `Hidden`: no other document's key is read
+    if problem.masked:
+        call = replace(call, key_mask=masks[1], known=None)
     return differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
 
 
@@ -256,7 +255,7 @@ def _common(problem: Problem, parts: KeyParts) -> dict[str, Any]:
 
 
 def _lists(problem: Problem, lengths: tuple[int, ...], each: TritonKernel, block: BlockConfig) -> Lists:
-    work = (_packed if lengths else _on_device)(problem, each.side, block, lengths)
+    work = (_work_of if lengths else _on_device)(problem, each.side, block, lengths)
     tensors = (work.tiles, work.runs, work.first_tile, work.kind_of, None, None, None, None)
     return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tensors, work.low, work.high)
 
@@ -277,7 +276,22 @@ def _work_of(problem: Problem, side: Side, block: BlockConfig, lengths: tuple[in
 
 
 _on_device = DeviceCache(_work_of)
-_packed = DeviceCache(_work_of, most=64)  #: a training step has new lengths
+
+
+def _passes_of(problem: Problem, lengths: tuple[int, ...]) -> TritonPasses:
+    """The passes for packed rows, with their lists: to make these waits for the device, in a backward pass as well."""
+    found = _passes(problem, known={} if problem.device.type == "cuda" else None, lengths=lengths)
+    found = replace(found, lists=cache(found.lists))
+    for each in kernels_for(problem):
+        found.lists(each, found.blocks(each)[0])
+    return found
+
+
+def _list_sizes(found: TritonPasses) -> int:
+    return sum(bytes_of(found.lists(each, found.blocks(each)[0])) for each in kernels_for(found.problem))
+
+
+_documents = DeviceCache(_passes_of, size=_list_sizes, most=64)  #: a training step has new lengths
 
 
 @lru_cache(maxsize=4096)
