@@ -125,7 +125,7 @@ def run_documents(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v)
-    masks, call = masks_of(tensors), _documents(problem, lengths)  # without `Hidden`: no other document's key is read
+    masks, call = masks_of(tensors), _documents(problem, lengths)  # not `Hidden`: no other document's key is read
     if problem.masked:
         call = replace(call, key_mask=masks[1], known=None)
     return differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
@@ -176,10 +176,7 @@ def _passes(
 ) -> TritonPasses:
     kind = TritonPasses if seq_lens is not None or key_parts(problem) is None else _InParts
     every = covers(problem, "queries", lengths), not problem.needs_grad or covers(problem, "keys", lengths)
-    blocks, lists = (
-        (lambda each: block_configs(each, problem, lengths)),
-        (lambda *each: _lists(problem, lengths, *each)),
-    )
+    blocks, lists = (lambda each: block_configs(each, problem, lengths)), (lambda *x: _lists(problem, lengths, *x))
     return kind(problem, KERNELS, blocks, lists, seq_lens, key_mask, *every, known)
 
 
@@ -279,7 +276,7 @@ _on_device = DeviceCache(_work_of)
 
 
 def _passes_of(problem: Problem, lengths: tuple[int, ...]) -> TritonPasses:
-    """The passes for packed rows, with their lists: to make these waits for the device, in a backward pass as well."""
+    """The passes for packed rows, with all lists: what is made in a backward pass would wait for the device there."""
     found = _passes(problem, known={} if problem.device.type == "cuda" else None, lengths=lengths)
     found = replace(found, lists=cache(found.lists))
     for each in kernels_for(problem):
