@@ -29,6 +29,9 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_sink
+from attn_dispatch.store.decision import TIMED, Row
+
+MOST_SLOWER = 2.0  #: of a backend that takes all documents at once, where the fastest does not
 
 
 @dataclass(frozen=True)
@@ -174,8 +177,8 @@ def _explained(call: Call, given: Documents, whole: Problem | None) -> list[Expl
     """One for the length that most of the work is for, where a backend takes all at once; else one for each length."""
     if whole is not None and (usual := _usual(whole, given)) is not None:
         found = explain_problem(usual, call.backend, call.order)
-        if found.choice is not None and _takes_all(whole, found.choice, found.order):
-            return [found]
+        if (choice := _choice(whole, (found.choice, found.order), found.candidates)) is not None:
+            return [replace(found, choice=choice[0], order=choice[1])]
     problems = [replace(Problem.of_call(each), is_document=True) for each in _calls(call, given)]
     return [explain_problem(each, call.backend, call.order) for each in problems]
 
@@ -192,41 +195,52 @@ def _at_once(problem: Problem, given: Documents, forced: tuple[Any, Any]) -> Res
     key = problem, usual, forced, torch.get_num_threads()
     if key in _calls_at_once:
         return _calls_at_once[key]
-    name, order = forced
+    choice = _choice(problem, forced)
     if forced == (None, None):
         notify(usual)
         decision = decision_for(usual)
         if (decision.silicon, usual) in on_trial:
             return None
-        name, order = decision.chosen
-    if name is None or not _takes_all(problem, name, order):
+        choice = _choice(problem, decision.chosen, decision.candidates)
+    if choice is None:
         return None
     with lock:
-        run = observed(registry.load(name).run_documents, usual)  # type: ignore[arg-type]
-        call = _calls_at_once[key] = ResolvedCall(run, problem, name)
+        run = observed(registry.load(choice[0]).run_documents, usual)  # type: ignore[arg-type]
+        call = _calls_at_once[key] = ResolvedCall(run, problem, choice[0])
         drop_oldest(_calls_at_once, MAX_CALLS)
     return call
 
 
 def _usual(problem: Problem, given: Documents) -> Problem | None:
-    """A document of the mean length, weighted by pairs, of whose kind most of the work is; None where one call cannot
-    take all documents.
+    """Documents of the mean length, weighted by pairs, of whose kind most of the work is, for all tokens.
+    None where one call cannot take all documents.
     """
     if problem.bias or (problem.alibi_axes == 2 and not given.rows_are_alike):
         return None
     if sum(given.counts.values()) > LARGEST_GRID:
         return None
-    cubes, squares = (sum(count * n**power for n, count in given.counts.items()) for power in (3, 2))
+    cubes, squares, tokens = (sum(count * n**power for n, count in given.counts.items()) for power in (3, 2, 1))
     length = cubes // squares
     pattern = problem.pattern.simplify(length, length, problem.heads)
-    return replace(problem, batch=1, q_len=length, k_len=length, pattern=pattern)
+    return replace(problem, batch=tokens // length, q_len=length, k_len=length, pattern=pattern)
 
 
-def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
+def _choice(problem: Problem, chosen: tuple[Any, Any], rows: tuple[Row, ...] = ()) -> tuple[str, str] | None:
+    """The candidate that takes all documents: the chosen one, else the fastest of `rows` if it takes at most
+    `MOST_SLOWER` times as long: others copy tensors by length, and back, and are called for each. None: there is none.
+    """
+    timed = {row.id: row.median_ms for row in rows if row.status in TIMED and row.median_ms is not None}
+    most = MOST_SLOWER * timed.get(chosen, 0.0)
+    able = [each for each in sorted(timed, key=lambda each: timed[each]) if timed[each] <= most]
+    return next((each for each in (chosen, *able) if _takes_all(problem, *each)), None)
+
+
+def _takes_all(problem: Problem, name: str | None, order: str | None) -> bool:
     """Whether a backend that can take all documents at once takes these."""
+    if name is None or order not in (None, NATURAL) or not unmeasured.can_run(problem, (name, NATURAL)):
+        return False
     backend = registry.load(name)
-    takes = backend.run_documents is not None and order in (None, NATURAL)
-    return takes and unmeasured.can_run(problem, (name, NATURAL)) and backend.takes_documents(problem)
+    return backend.run_documents is not None and backend.takes_documents(problem)
 
 
 _calls_at_once: dict[Any, ResolvedCall] = {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import Dense, Dilated, Window, attend, counters, record
+from attn_dispatch import Dense, Dilated, Window, attend, counters, explain, record
 from attn_dispatch.backends import manual, native, triton
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import tables
@@ -138,7 +138,7 @@ def test_autocast_casts_them_once() -> None:
     assert torch.equal(out, half)
 
 
-CLASSES = 2 * 9  #: powers of two up to 256, of one document and of two neighbours that are equally long
+CLASSES = 2 * 9  #: powers of two up to 256, of one document and of several that are equally long
 
 
 def lists(count: int) -> list[Tensor]:
@@ -170,7 +170,7 @@ def test_recorded_classes(tmp_path: Any) -> None:
             attend(*long_rows(), cu_seqlens=starts)
     found = read_record(tmp_path / "seen")
     assert 0 < len(found) <= CLASSES
-    assert {each.batch for each in found} <= {1, 2}
+    assert {each.batch & (each.batch - 1) for each in found} == {0}
     assert all(each.q_len & (each.q_len - 1) == 0 for each in found)
 
 
@@ -181,6 +181,24 @@ def test_a_backend_that_fails_on_documents(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(manual, "run_documents", broken, raising=False)
     with pytest.raises(BackendFailed, match="no documents today"):
         attend(*tensors(), documents=IDS, backend="manual")
+
+
+@pytest.mark.parametrize(("takes_ms", "expected"), [(3.9, "a"), (4.1, "b")])
+def test_a_backend_that_takes_all_is_chosen_before_the_fastest(
+    takes_ms: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it takes at most twice the time."""
+    machine, (q, k, v), taken = Machine(monkeypatch, a=takes_ms, b=2, c=3), long_rows(), list[object]()
+
+    def run_documents(q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...]) -> Tensor:
+        taken.append((problem.q_len, lengths))
+        return q.clone()
+
+    monkeypatch.setattr(machine.by_name["a"], "run_documents", run_documents, raising=False)
+    starts = torch.arange(0, 161, 16)
+    attend(q, k, v, cu_seqlens=starts)
+    assert explain(q, k, v, cu_seqlens=starts).choice == expected
+    assert taken == ([(160, (16,) * 10)] if expected == "a" else [])
 
 
 def test_a_trial_goes_on_beside_documents(monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:

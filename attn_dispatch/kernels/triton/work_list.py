@@ -91,7 +91,7 @@ class WorkList:
         return blocks.index_add_(0, tile, -(-(end - begin).clamp(min=0) // columns))
 
     def to(self, device: torch.device) -> WorkList:
-        """The lists on a device, by one copy, in which each begins at a multiple of 16 bytes: kernels expect it."""
+        """The lists on a device, by one copy, in which each begins at a multiple of 16 bytes, as alone."""
         lists = self.tiles, self.runs, self.first_tile, self.kind_of
         wide = [pad(x.flatten(), (0, -x.numel() % 4)) for x in lists]
         parts = torch.split(torch.cat(wide).to(device), [len(x) for x in wide])
