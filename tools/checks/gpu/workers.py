@@ -34,11 +34,14 @@ Row = dict[str, Any]
 
 
 class Setup(NamedTuple):
-    """What every step takes. `output`: the folder of results. `dry_run`: tiny problems on the CPU."""
+    """What every step takes. `output`: the folder of results. `dry_run`: tiny problems on the CPU. `backends`: those
+    that are checked, all where empty.
+    """
 
     output: str
     dry_run: bool
     cores: int
+    backends: Sequence[str] = ()
 
 
 class Phase(NamedTuple):
