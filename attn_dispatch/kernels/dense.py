@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
@@ -117,7 +118,7 @@ class Kernel:
 
     def specialized(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, heads_first: bool
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    ) -> Callable[..., Result] | None:
         """A function of tensors like q, k and v, and the problem; None: there is none. See `contract.Backend`."""
         call = self.bound(is_causal, scale)
         if call is None or any(x.stride(-1) != 1 for x in (q, k, v)):
@@ -128,15 +129,15 @@ class Kernel:
         turned = heads_first == self.tokens_first
         batch, heads, rows = (q if heads_first else q.transpose(1, 2)).shape[:3]
 
-        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
             if vectors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
                 q, k, v = map(vector_aligned, (q, k, v))
             if turned:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             out, lse, *_ = call(q, k, v)
-            if problem.return_lse:  # some add an axis, or rows
-                lse = lse.reshape(batch, heads, -1)[:, :, :rows]
-            return out.transpose(1, 2) if turned else out, lse
+            out = out.transpose(1, 2) if turned else out
+            # Some add an axis to lse, or rows.
+            return (out, lse.reshape(batch, heads, -1)[:, :, :rows]) if problem.return_lse else out
 
         return run
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import BranchPlan, plan_of
-from attn_dispatch.kernels.contract import Backend, Refusal, refuse_pattern, refuse_sinks
+from attn_dispatch.kernels.contract import Backend, Refusal, Result, refuse_pattern, refuse_sinks
 from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.limits import Limits
 from attn_dispatch.machine.environment import installed
@@ -194,7 +194,7 @@ class Branched(Backend):
 
     def specialized(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    ) -> Callable[..., Result] | None:
         """One call of an operator, else the passes of all calls alike (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)
         if problem.scale <= 0:

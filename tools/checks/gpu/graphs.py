@@ -69,6 +69,14 @@ DRY_HOST_CASES = {
     "decoding": HostCase((1, 1, 2, 16), 32, 1),
 }
 TORCH = "F.sdpa"  #: a name beside those of backends: PyTorch's own call
+HOSTS = (
+    TORCH,
+    "triton",
+    "sdpa",
+    "sdpa_cudnn",
+    "flash",
+    "flex",
+)  #: whose times on the host are taken, the first wanted most
 BATCHES, CALLS = 5, 100  #: of calls timed on the host
 BATCH_S = 0.05  #: seconds of a batch: slow backends get fewer calls
 CAPTURING = 0.6  #: the part of the step's time for captures
@@ -80,12 +88,10 @@ def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
         cases = DRY_CASES if setup.dry_run else CASES
         return Phase([[_item("capture", name, case) for case in cases] for name in names], setup.cores, CAPTURING)
     if number == 1:
-        # flex compiles, and manual takes long: last. Refused by every case: not asked again.
-        last = ("manual", "flex")
-        able = {row["backend"] for row in rows if "refused" not in row}
-        names = sorted((name for name in names if name in able), key=lambda name: name in last)
-        cases = DRY_HOST_CASES if setup.dry_run else HOST_CASES
-        return Phase([[_item("host", name, case) for name, case in product((TORCH, *names), cases)]], item_s=40.0)
+        able = {TORCH, *(row["backend"] for row in rows if "refused" not in row)}
+        names = [name for name in HOSTS if name in able]
+        timed = DRY_HOST_CASES if setup.dry_run else HOST_CASES
+        return Phase([[_item("host", name, case) for name, case in product(names, timed)]], item_s=40.0)
     return None
 
 
@@ -141,8 +147,9 @@ def _host(item: Item, machine: Machine, setup: Setup) -> Row:
     def forward() -> Tensor:
         found: Tensor
         if item["backend"] == TORCH:  # of layers whose projections are [batch, len, heads, head_dim], as attend's
-            turned, grouped = (x.transpose(1, 2) for x in (q, k, v)), case.kv_heads != case.q[2]
-            found = scaled_dot_product_attention(*turned, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+            a, b, c = (x.transpose(1, 2) for x in (q, k, v))
+            grouped = case.kv_heads != case.q[2]
+            found = scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
         else:
             found = attend(q, k, v, case.pattern, backend=item["backend"])
         return found
@@ -198,9 +205,6 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     return {name: mine for name, mine in found.items() if mine}
 
 
-HOSTS = (TORCH, "sdpa", "sdpa_cudnn", "triton", "flex")
-
-
 def tables(found: Any) -> Iterator[Table]:
     hosts = {(row["backend"], row["case"]): row for row in found["rows"] if row["kind"] == "host"}
     captured = [row for row in found["rows"] if row["kind"] == "capture"]
@@ -211,8 +215,9 @@ def tables(found: Any) -> Iterator[Table]:
         "Microseconds that a call takes the host, and those of a replay of its CUDA graph, in bfloat16; of training "
         "instead those of forward and backward one after the other on the device. Decoding: one query, or a few, of "
         "32 heads that share 8 key heads, head_dim 128, and the rate at which a replay reads keys and values. `F.sdpa` "
-        f"is called with transposed views. Of {len(captured)} calls under capture {equal} were replayed with the same "
-        f"results, also after their inputs had changed; {failed} failed; the others are refused without a graph too.",
+        "is called with transposed views, of several tokens without causality. Of "
+        f"{len(captured)} calls under capture {equal} were replayed with the same results, also after their inputs had "
+        f"changed; {failed} failed; the others are refused without a graph too.",
     )
 
 
