@@ -214,7 +214,7 @@ BACKEND = Branched(
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.partial
-shares_builds = True
+shares_builds = specialized_trains = True
 score_terms = ("softcap",)
 
 

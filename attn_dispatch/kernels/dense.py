@@ -84,14 +84,15 @@ class Kernel:
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
     takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
-    `tokens_first`: its op takes [batch, len, heads, head_dim].
+    `tokens_first`: its op takes [batch, len, heads, head_dim]. `differentiates`: autograd has a formula for its op, which
+    gives the bits of `backward` sooner.
     """
 
     grouped = False
     masks = False
     takes_grad_lse = False
     allocates = reads_vectors = True
-    tokens_first = False
+    tokens_first = differentiates = False
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         """out like q, or in `sum_dtype`, and lse [batch, heads, q_len].
@@ -172,6 +173,7 @@ class CudaFlash(Kernel):
     """`_scaled_dot_product_flash_attention`: float16 and bfloat16, capability 8.0 and newer, no mask."""
 
     grouped = torch.version.hip is None  # by flash_api.cpp of CUDA builds
+    differentiates = True
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_flash_attention")
@@ -197,7 +199,7 @@ class CudaFlash(Kernel):
 class CudaEfficient(Kernel):
     """`_scaled_dot_product_efficient_attention`: float16, bfloat16, float32; takes a mask in the dtype of q."""
 
-    masks = True
+    masks = differentiates = True
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_efficient_attention")
