@@ -84,8 +84,8 @@ class Kernel:
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
     takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
-    `tokens_first`: its op takes [batch, len, heads, head_dim]. `differentiates`: autograd has a formula for its op, which
-    gives the bits of `backward` sooner.
+    `tokens_first`: its op takes [batch, len, heads, head_dim]. `differentiates`: autograd has a formula for its op,
+    which gives the bits of `backward` sooner.
     """
 
     grouped = False
