@@ -13,7 +13,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,13 +38,20 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Generation(Kernel):
-    """Base of the generations. `window`: keys to the left and right of a query, None for all. `softcap`: 0 for none."""
+    """Base of the generations.
+
+    Args:
+        window: keys to the left and right of a query, None for all.
+        softcap: 0 for none.
+        documents: of one row: where each starts, and the last ends, int32 [documents + 1]; tokens of the longest.
+    """
 
     window: Sides = (None, None)
     deterministic: bool = False
     softcap: float = 0.0
+    documents: tuple[Tensor, int] | None = None
 
-    grouped = True
+    grouped = packs = True
     tokens_first = True
 
     @classmethod
@@ -51,6 +59,10 @@ class Generation(Kernel):
         pattern = problem.pattern
         window = (pattern.left, pattern.right) if isinstance(pattern, Window) else (None, None)
         return cls(window, problem.deterministic, problem.softcap)
+
+    def packed(self, lengths: tuple[int, ...], device: torch.device) -> Generation:
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return replace(self, documents=(starts, max(2, *lengths)))  # 1: generation 2 would take a way of its own
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
@@ -61,7 +73,10 @@ class Generation(Kernel):
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             refuse_tangents("flash", q, k, v)
-            out, lse, *_ = op(q, k, v)
+            if self.documents is None:
+                out, lse, *_ = op(q, k, v)
+            else:  # without the axis of the batch
+                out, lse = (x[None] for x in op(q[0], k[0], v[0])[:2])
             # Generation 2 returns inf for a query without keys.
             return out, lse.masked_fill(lse == math.inf, -math.inf) if windowed else lse
 
@@ -74,7 +89,11 @@ class Generation(Kernel):
             lse = lse.masked_fill(lse == -math.inf, math.inf)
         # The kernels assume contiguous lse.
         saved = *map(vector_aligned, (grad, *call[:3], out)), lse.contiguous()
-        grads = self._backward(call.is_causal, call.scale, saved, grad_lse)
+        if self.documents is None:
+            grads = self._backward(call.is_causal, call.scale, saved, grad_lse)
+        else:
+            of_row = tuple(x[0] for x in saved), None if grad_lse is None else grad_lse[0]
+            grads = tuple(x[None] for x in self._backward(call.is_causal, call.scale, *of_row))
         return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
     @abstractmethod
@@ -89,19 +108,33 @@ class Generation(Kernel):
         left, right = (-1 if side is None else side for side in self.window)
         return left, right
 
+    def _lists(self) -> dict[str, Any]:
+        """The arguments that say where documents are."""
+        if self.documents is None:
+            return {}
+        starts, longest = self.documents
+        return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
 
 class Flash2(Generation):
     """flash-attn 2, by its extension: the interface's operators of Python take tens of microseconds more."""
 
     def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
-        op = extension2().fwd
-        given = None, None, 0.0, scale, is_causal, *self._sides(), self.softcap, False, None
+        op, lists = extension2().fwd, [*self._lists().values()]
+        given: Any = None, None, 0.0, scale, is_causal, *self._sides(), self.softcap, False, None
+        if lists:
+            op = extension2().varlen_fwd
+            given = None, *lists[:2], None, None, None, None, *lists[2:], 0.0, scale, False, *given[4:]
         return lambda q, k, v: op(q, k, v, *given)
 
     def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
         grads = _new_gradients(saved)
-        given = None, 0.0, scale, is_causal, *self._sides(), self.softcap, self.deterministic, None, None
-        extension2().bwd(*saved, *grads, *given)
+        op, lists = extension2().bwd, [*self._lists().values()]
+        given: Any = None, 0.0, scale, is_causal, *self._sides(), self.softcap, self.deterministic, None, None
+        if lists:
+            op = extension2().varlen_bwd
+            given = *lists[:2], None, *lists[2:], 0.0, scale, False, *given[3:]
+        op(*saved, *grads, *given)
         return grads
 
 
@@ -111,7 +144,7 @@ class Flash3(Generation):
     def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
         op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale)
         # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
-        return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:3].numel() > SPLIT_ROWS), **options)
+        return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:-1].numel() > SPLIT_ROWS), **options)
 
     def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
         grads, options = _new_gradients(saved), self._options(is_causal, scale)
@@ -120,7 +153,7 @@ class Flash3(Generation):
 
     def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
         window = dict(zip(("window_size_left", "window_size_right"), self._sides()))
-        return {"softmax_scale": scale, "is_causal": is_causal, "softcap": self.softcap, **window}
+        return {"softmax_scale": scale, "is_causal": is_causal, "softcap": self.softcap, **window, **self._lists()}
 
 
 class Flash4(Generation):
@@ -145,7 +178,7 @@ class Flash4(Generation):
 
     def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
         window = dict(zip(("window_size_left", "window_size_right"), self.window))
-        return {"softmax_scale": scale, "causal": is_causal, "softcap": self.softcap, **window}
+        return {"softmax_scale": scale, "causal": is_causal, "softcap": self.softcap, **window, **self._lists()}
 
 
 class Flash4OfBoth(Flash4):
@@ -214,6 +247,7 @@ BACKEND = Branched(
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.partial
+run_documents, takes_documents = BACKEND.run_documents, BACKEND.takes_documents
 shares_builds = specialized_trains = True
 score_terms = ("softcap",)
 

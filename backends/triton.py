@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from attn_dispatch import process_state
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, Result, refuse_sinks
-from attn_dispatch.kernels.device_cache import DeviceCache, is_noted, note, refuse_capture
+from attn_dispatch.kernels.device_cache import DeviceCache, bytes_of, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import (
@@ -65,7 +65,7 @@ LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost em
 BUILDING = 64  #: times a list: temporaries while it is built, which count on a CPU (by the interpreter) alone
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
+KERNELS = FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
 INTERPRETED = BlockConfig(64, 64, 4, 1)
 INTERPRETED_CACHE = 2**14  #: bytes, so few that cache limits matter in small problems
 
@@ -121,6 +121,16 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
     return found
 
 
+def run_documents(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    refuse_tangents(name, q, k, v)
+    masks, call = masks_of(tensors), _documents(problem, lengths)  # not `Hidden`: no other document's key is read
+    if problem.masked:
+        call = replace(call, key_mask=masks[1], known=None)
+    return differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
+
+
 def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
@@ -138,9 +148,9 @@ def forget(problem: Problem) -> None:
 
 
 @lru_cache(maxsize=4096)
-def block_configs(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
+def block_configs(each: TritonKernel, problem: Problem, lengths: tuple[int, ...] = ()) -> tuple[BlockConfig, ...]:
     """The blocks that fit into shared memory, in order of preference, clipped to the largest row group."""
-    most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side)))
+    most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side, lengths)))
     return tuple(dict.fromkeys(clipped(block, most) for block in _fitting(each, problem)))
 
 
@@ -158,13 +168,16 @@ process_state.register(process_state.READ, block_configs.cache_clear, _blocks.ca
 
 
 def _passes(
-    problem: Problem, seq_lens: Tensor | None = None, key_mask: Tensor | None = None, known: Any = None
+    problem: Problem,
+    seq_lens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    known: Any = None,
+    lengths: tuple[int, ...] = (),
 ) -> TritonPasses:
     kind = TritonPasses if seq_lens is not None or key_parts(problem) is None else _InParts
-    every = covers(problem, "queries"), not problem.needs_grad or covers(problem, "keys")
-    kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
-    blocks, lists = (lambda each: block_configs(each, problem)), (lambda *each: _lists(problem, *each))
-    return kind(problem, kernels, blocks, lists, seq_lens, key_mask, *every, known)
+    every = covers(problem, "queries", lengths), not problem.needs_grad or covers(problem, "keys", lengths)
+    blocks, lists = (lambda each: block_configs(each, problem, lengths)), (lambda *x: _lists(problem, lengths, *x))
+    return kind(problem, KERNELS, blocks, lists, seq_lens, key_mask, *every, known)
 
 
 class _InParts(TritonPasses):
@@ -235,8 +248,8 @@ def _warps(parts: KeyParts) -> int:
     return 8 if parts.rows > 32 else 4
 
 
-def _lists(problem: Problem, each: TritonKernel, block: BlockConfig) -> Lists:
-    work = _on_device(problem, each.side, block)
+def _lists(problem: Problem, lengths: tuple[int, ...], each: TritonKernel, block: BlockConfig) -> Lists:
+    work = (_work_of if lengths else _on_device)(problem, each.side, block, lengths)
     tables = Tables(work.tiles, work.runs, work.first_tile, work.kind_of)
     return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tables, work.low, work.high)
 
@@ -248,14 +261,31 @@ def _on_cpu(problem: Problem) -> Problem:
     return replace(problem, device=torch.device("cpu"))
 
 
-def _work_of(problem: Problem, side: Side, block: BlockConfig) -> WorkList:
-    work = _listed(_on_cpu(problem), side, block.rows)
+def _work_of(problem: Problem, side: Side, block: BlockConfig, lengths: tuple[int, ...] = ()) -> WorkList:
+    on_cpu = _on_cpu(problem)
+    work = work_list_of(on_cpu, side, block.rows, lengths) if lengths else _listed(on_cpu, side, block.rows)
     if _in_turn(problem, side)[1]:
         work = work.longest_first(block.columns)
     return work.to(problem.device)
 
 
 _on_device = DeviceCache(_work_of)
+
+
+def _passes_of(problem: Problem, lengths: tuple[int, ...]) -> TritonPasses:
+    """The passes for packed rows, with all lists: what is made in a backward pass would wait for the device there."""
+    found = _passes(problem, known={} if problem.device.type == "cuda" else None, lengths=lengths)
+    found = replace(found, lists=cache(found.lists))
+    for each in kernels_for(problem):
+        found.lists(each, found.blocks(each)[0])
+    return found
+
+
+def _list_sizes(found: TritonPasses) -> int:
+    return sum(bytes_of(found.lists(each, found.blocks(each)[0])) for each in kernels_for(found.problem))
+
+
+_documents = DeviceCache(_passes_of, size=_list_sizes, most=64)  #: a training step has new lengths
 
 
 @lru_cache(maxsize=4096)
@@ -271,7 +301,7 @@ def _list_bytes(problem: Problem) -> int:
 
 def kernels_for(problem: Problem) -> tuple[TritonKernel, ...]:
     """The kernels of a call, without those of few queries."""
-    return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
+    return KERNELS if problem.needs_grad else (FORWARD,)
 
 
 def _l2_bytes(device: torch.device) -> int:

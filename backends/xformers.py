@@ -31,9 +31,21 @@ CUTLASS = Limits(
 
 
 class MemoryEfficient(Kernel):
-    """`memory_efficient_attention_forward_requires_grad` and `memory_efficient_attention_backward`."""
+    """`memory_efficient_attention_forward_requires_grad` and `memory_efficient_attention_backward`.
+
+    Args:
+        documents: the library's mask of those of a row.
+        packs: whether lse of documents is [1, heads, tokens].
+    """
 
     tokens_first = True
+
+    def __init__(self, documents: Any = None, packs: bool = False) -> None:
+        self.documents, self.packs = documents, packs
+
+    def packed(self, lengths: tuple[int, ...], device: torch.device) -> MemoryEfficient:
+        masks: Any = importlib.import_module(PACKAGE.load().LowerTriangularMask.__module__)
+        return MemoryEfficient(masks.BlockDiagonalMask.from_seqlens(lengths, device=device))
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
@@ -42,7 +54,7 @@ class MemoryEfficient(Kernel):
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         ops = PACKAGE.load()
-        op, bias = ops.memory_efficient_attention_forward_requires_grad, _bias(ops, is_causal)
+        op, bias = ops.memory_efficient_attention_forward_requires_grad, self._bias(ops, is_causal)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
             refuse_tangents("xformers", q, k, v)
@@ -57,14 +69,15 @@ class MemoryEfficient(Kernel):
         # Its kernels ignore the row strides of lse and out and assume contiguous rows.
         grad, out, q, k, v = map(vector_aligned, (grad, out.contiguous(), *call[:3]))
         grads = ops.memory_efficient_attention_backward(
-            grad, out, lse.contiguous(), q, k, v, _bias(ops, call.is_causal), 0.0, call.scale
+            grad, out, lse.contiguous(), q, k, v, self._bias(ops, call.is_causal), 0.0, call.scale
         )
         return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
-
-def _bias(ops: Any, is_causal: bool) -> Any:
-    # It aligns the first query with the first key; causal pieces are square, so the last ones are aligned too.
-    return ops.LowerTriangularMask() if is_causal else None
+    def _bias(self, ops: Any, is_causal: bool) -> Any:
+        # It aligns the first query with the first key; causal pieces are square, so the last ones are aligned too.
+        if self.documents is None:
+            return ops.LowerTriangularMask() if is_causal else None
+        return self.documents.make_causal() if is_causal else self.documents
 
 
 def fault(ops: Any) -> str:
@@ -95,6 +108,7 @@ def chosen() -> Package:
 
 
 PACKAGE = chosen()
+PACKED = PACKAGE._replace(oldest=max(PACKAGE.oldest, (0, 0, 35)))  #: in older ones documents may have another lse
 CALLED = ("flash-attn", "flash_attn_3")  #: fmha/flash.py takes the first before PyTorch's, flash3.py the second
 
 
@@ -111,7 +125,7 @@ def version() -> str:
 BACKEND = Branched(
     "xformers",
     (
-        Variant(FLASH, lambda problem: MemoryEfficient(), "flash", PACKAGE),
+        Variant(FLASH, lambda problem: MemoryEfficient(packs=not PACKED.refusals()), "flash", PACKAGE),
         Variant(CUTLASS, lambda problem: MemoryEfficient(), "cutlass", PACKAGE),
     ),
     version,
@@ -120,3 +134,4 @@ BACKEND = Branched(
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes = BACKEND.flops, BACKEND.workspace_bytes
 run, specialized, specialized_trains = BACKEND.run, BACKEND.specialized, True
+run_documents, takes_documents = BACKEND.run_documents, BACKEND.takes_documents

@@ -21,6 +21,7 @@ from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.limits import LARGEST_GRID
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
@@ -213,6 +214,8 @@ def _usual(problem: Problem, given: Documents) -> Problem | None:
     """
     if problem.bias or (problem.alibi_axes == 2 and not given.rows_are_alike):
         return None
+    if sum(given.counts.values()) > LARGEST_GRID:
+        return None
     cubes, squares = (sum(count * n**power for n, count in given.counts.items()) for power in (3, 2))
     length = cubes // squares
     pattern = problem.pattern.simplify(length, length, problem.heads)
@@ -221,8 +224,9 @@ def _usual(problem: Problem, given: Documents) -> Problem | None:
 
 def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
     """Whether a backend that can take all documents at once takes these."""
-    takes = registry.load(name).run_documents is not None and order in (None, NATURAL)
-    return takes and unmeasured.can_run(problem, (name, NATURAL))
+    backend = registry.load(name)
+    takes = backend.run_documents is not None and order in (None, NATURAL)
+    return takes and unmeasured.can_run(problem, (name, NATURAL)) and backend.takes_documents(problem)
 
 
 _calls_at_once: dict[Any, ResolvedCall] = {}

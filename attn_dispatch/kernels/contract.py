@@ -69,6 +69,7 @@ class Backend:
       holds documents of these lengths in tokens, 1 or more: every document by itself. `problem` is that of the rows,
       with the pattern of the documents, `Dense`, `Window` or `Dilated`, and without a bias. Without it, documents of
       one length are a call.
+    * `takes_documents(problem) -> bool`: whether `run_documents` takes one that `run` takes; True by default.
     * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
       refused for it.
     * `specialized(problem, q, k, v, heads_first=False) -> Callable | None`: a function of q, k, v and problem that does
@@ -130,6 +131,9 @@ class Backend:
 
     def prepared(self) -> bool:
         return self.prepare is None
+
+    def takes_documents(self, problem: Problem) -> bool:
+        return True
 
     def release(self) -> None: ...
 

@@ -84,15 +84,19 @@ class Kernel:
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
     takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
-    `tokens_first`: its op takes [batch, len, heads, head_dim]. `differentiates`: autograd has a formula for its op,
-    which gives the bits of `backward` sooner.
+    `tokens_first`: its op takes [batch, len, heads, head_dim]. `packs`: there is a `packed` one. `differentiates`:
+    autograd has a formula for its op, which gives the bits of `backward` sooner.
     """
 
     grouped = False
     masks = False
     takes_grad_lse = False
     allocates = reads_vectors = True
-    tokens_first = differentiates = False
+    tokens_first = packs = differentiates = False
+
+    def packed(self, lengths: tuple[int, ...], device: torch.device) -> Kernel:
+        """This kernel for a batch of one row that holds documents of these lengths, each as a call of its own."""
+        raise NotImplementedError
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         """out like q, or in `sum_dtype`, and lse [batch, heads, q_len].

@@ -100,7 +100,7 @@ def problem_of_documents(backend: Backend, problem: Problem) -> Problem | None:
     if backend.run_documents is None or not common or problem.bias or problem.dropout_p:
         return None
     rows = replace(problem, has_seq_lens=False, is_document=True)
-    return None if refusals_of(backend, rows) else rows
+    return None if refusals_of(backend, rows) or not backend.takes_documents(rows) else rows
 
 
 def documents_failures(backend: Any, problem: Problem) -> list[str]:

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from attn_dispatch import attend
 from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
+from attn_dispatch.calls import packing
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.branches import flash4 as flash4_package
@@ -119,6 +121,24 @@ def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> No
     for problem in (asked, replace(asked, return_lse=False)):
         if not backend.refusals(problem):
             assert gate(problem).check(gate(problem).run(backend)).failures == ()
+    if (packed := optional.problem_of_documents(backend, problem)) is not None:
+        assert optional.documents_failures(backend, packed) == []
+
+
+@pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4", "xformers", "torch-flash"])
+@pytest.mark.parametrize("most", [24, 23])
+def test_documents_are_one_call(
+    adapter: str, most: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each pass, in rows that are alike and others, unless they are more than a grid holds."""
+    monkeypatch.setattr(packing, "LARGEST_GRID", most)
+    monkeypatch.setattr(registry, "load", lambda name: on_cpu(ADAPTERS[adapter]))
+    q, k, v = (torch.randn(2, 12, heads, 16, dtype=torch.float16, requires_grad=True) for heads in (4, 2, 2))
+    for ids in (torch.arange(12) // 5, torch.tensor([[0] * 11 + [1], [2] * 12]), torch.arange(12)):
+        out = attend(q, k, v, documents=ids.expand(2, 12), is_causal=True, backend="flash")
+        torch.autograd.grad(out.sum(), (q, k, v))
+    documents = [each["documents"] for each in calls if "documents" in each]
+    assert documents == ([] if adapter == "torch-flash" else [6, 6, 3, 3, 24, 24] if most == 24 else [6, 6, 3, 3])
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)

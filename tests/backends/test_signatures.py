@@ -22,6 +22,7 @@ from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.branches import flash4 as flash4_package
 from attn_dispatch.machine import environment
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
+from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from tests.backends.test_libraries import ADAPTERS, NEWEST, on_cpu
 from tests.kernels.test_limits import installed
@@ -83,6 +84,8 @@ def record(adapter: str, library: Any, monkeypatch: pytest.MonkeyPatch) -> Recor
             backend = on_cpu(ADAPTERS[adapter])
             if not backend.refusals(each):
                 gate(each).run(backend)
+                if (packed := optional.problem_of_documents(backend, each)) is not None:
+                    optional.documents_failures(backend, packed)
     return recorder
 
 

@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dense, Dilated, Window, attend, counters, record
-from attn_dispatch.backends import manual, native
+from attn_dispatch.backends import manual, native, triton
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native import tables
 from attn_dispatch.kernels.native.tables import document_tables
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.recording import read_record
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from tests.call.test_packing import IDS, LENGTH, PATTERNS, Three, expected, tensors
+from tests.call.test_packing import LENGTH, PATTERNS, Three, expected, tensors
 from tests.support.calls import close
 from tests.support.ordered import stored
 from tests.support.pairwise import crossed
 from tests.support.timed import Machine, call_until_measured
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("short_trials", "triton_interpreter")
 
 FLOATS: Any = [x.float() for x in tensors()]
 able = pytest.mark.skipif(bool(native.refusals(Problem.of(*FLOATS))), reason="no compiler")
@@ -33,19 +34,35 @@ EVERY: tuple[Pattern, ...] = (
     Window(None, 3),
     Dilated((8, 16, 64), (1, 2, 4), offsets="block"),
 )
+IDS = torch.stack(
+    [torch.arange(6).repeat_interleave(torch.tensor([10, 10, 1, 24, 1, 14])), torch.full((LENGTH,), 7)]
+)  #: of equal lengths, of others, single tokens, and a row of one document
 ALIKE = IDS[:1].expand(2, -1)
+AT_ONCE = {"native": native, "triton": triton}
 
 
-@able
-@crossed(pattern=EVERY, rows=("alike", "apart"), layout=("bnhd", "bhnd"), masked=(False, True))
-def test_native_takes_all_documents_at_once(
-    pattern: Pattern, rows: str, layout: str, masked: bool, monkeypatch: pytest.MonkeyPatch
+def refuses(backend: str, pattern: Pattern) -> bool:
+    q, k, v = FLOATS
+    return bool(AT_ONCE[backend].refusals(Problem.of(q, k, v, pattern)))
+
+
+@crossed(
+    backend=AT_ONCE, pattern=EVERY, rows=("alike", "apart"), layout=("bnhd", "bhnd"), masked=(False, True),
+    too_slow=lambda backend, pattern, *_: backend == "triton" and len(pattern.branches) > 2,
+)  # fmt: skip
+def test_all_documents_at_once(
+    backend: str, pattern: Pattern, rows: str, layout: str, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "run", None)
+    if refuses(backend, pattern):
+        pytest.skip("no compiler, no Triton, or its pattern is another backend's")
+    monkeypatch.setattr(AT_ONCE[backend], "run", None)
+    launches: Any = []
+    launch: Any = lambda *args, **more: (launches.append(args[0]), support.launch(*args, **more))[1]  # noqa: E731
+    monkeypatch.setattr("attn_dispatch.kernels.triton.passes.launch", launch)
     q, k, v = (x.detach().float().double().requires_grad_() for x in tensors())
     ids = ALIKE if rows == "alike" else IDS
     key_mask = torch.arange(LENGTH).expand(2, -1) % 5 != 2 if masked and pattern == Dense() else None
-    more: Any = {"documents": ids, "key_mask": key_mask, "backend": "native", "layout": layout, "return_lse": True}
+    more: Any = {"documents": ids, "key_mask": key_mask, "backend": backend, "layout": layout, "return_lse": True}
     given = [x.detach().float().requires_grad_() for x in (q, k, v)]
     laid_out: Any = [x if layout == "bnhd" else x.transpose(1, 2) for x in given]
     out, lse = attend(laid_out[0], laid_out[1], laid_out[2], pattern, **more)
@@ -54,6 +71,7 @@ def test_native_takes_all_documents_at_once(
     grads = torch.autograd.grad(out.square().sum() + lse.sum(), given)
     exact = torch.autograd.grad(right.square().sum() + right_lse.sum(), (q, k, v))
     assert all(close(x, y) for x, y in [(out, right), (lse, right_lse), *zip(grads, exact)])
+    assert len(launches) == (3 if backend == "triton" else 0)  # forward, dq, dk and dv
 
 
 @able
@@ -95,14 +113,16 @@ def test_rounded_gradients_of_documents_in_groups(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(some, together)
 
 
-@able
-def test_what_other_documents_hold_does_not_reach_native() -> None:
+@pytest.mark.parametrize("backend", AT_ONCE)
+def test_what_other_documents_hold_does_not_reach_one(backend: str) -> None:
+    if refuses(backend, Dense()):
+        pytest.skip(f"{backend} does not run here")
     q, k, v = (x.detach().float() for x in tensors())
-    before = attend(q, k, v, documents=IDS, backend="native")[0, 10:20].clone()
+    before = attend(q, k, v, documents=IDS, backend=backend)[0, 10:20].clone()
     for x in (q, k, v):
         x[0, :10] = x[0, 20:] = torch.nan
     after: Any = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(*after, documents=IDS, backend="native")
+    out = attend(*after, documents=IDS, backend=backend)
     assert torch.equal(out[0, 10:20], before)
     for grad in torch.autograd.grad(out[0, 10:20].sum(), after):
         assert grad[0, 10:20].isfinite().all()

@@ -121,6 +121,16 @@ def flash_bias(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int 
     return as_bias(band(q, k, left, 0 if causal else right))
 
 
+def of_documents(q: Tensor, starts: Tensor, same_of_keys: Tensor, *longest: int) -> Tensor:
+    """What hides other documents of q [tokens, heads, head_dim]."""
+    lengths = starts.diff()
+    assert same_of_keys.tolist() == starts.tolist() == sorted(starts.tolist())
+    assert (starts.dtype, int(starts[0]), int(starts[-1])) == (torch.int32, 0, len(q))
+    assert longest == (max(2, int(lengths.max())),) * 2
+    ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return as_bias(ids[:, None] == ids)
+
+
 def flash_attn_2(
     monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], imported: str = "flash_attn_gpu"
 ) -> None:
@@ -148,33 +158,79 @@ def flash_attn_2(
         for into, grad in zip((dq_, dk_, dv_), found):
             into.copy_(grad)
 
-    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={imported: _namespace(fwd, bwd)})
+    def varlen_fwd(
+        q, k, v, out_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, alibi_slopes_, max_seqlen_q,
+        max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal, window_size_left, window_size_right, softcap,
+        return_softmax, gen_, /,
+    ):  # fmt: skip
+        row = q[None], k[None], v[None]
+        check_rows(*row)
+        assert (out_, seqused_k, leftpad_k_, block_table_, alibi_slopes_, gen_) == (None,) * 6
+        assert (p_dropout, zero_tensors, softcap, return_softmax) == (0.0, False, 0.0, False)
+        calls.append({"documents": len(cu_seqlens_q) - 1})
+        bias = flash_bias(*row[:2], is_causal, window_size_left, window_size_right)
+        bias = bias + of_documents(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        out, lse = forward(*row, softmax_scale, bias, math.inf)
+        return out[0], lse[0], None, None
+
+    def varlen_bwd(
+        dout, q, k, v, out, softmax_lse, dq_, dk_, dv_, cu_seqlens_q, cu_seqlens_k, alibi_slopes_, max_seqlen_q,
+        max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal, window_size_left, window_size_right, softcap,
+        deterministic, gen_, rng_state, /,
+    ):  # fmt: skip
+        row = dout[None], q[None], k[None], v[None], out[None], softmax_lse[None]
+        check_rows(*row[:5], dq_[None], dk_[None], dv_[None])
+        check_lse(row[5], row[1])
+        assert (alibi_slopes_, p_dropout, zero_tensors, softcap, gen_, rng_state) == (None, 0.0, False, 0.0, None, None)
+        calls.append({"documents": len(cu_seqlens_q) - 1})
+        bias = flash_bias(*row[1:3], is_causal, window_size_left, window_size_right)
+        bias = bias + of_documents(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        for into, grad in zip((dq_, dk_, dv_), backward(*row, softmax_scale, bias)):
+            into.copy_(grad[0])
+
+    extension = _namespace(fwd, bwd, varlen_fwd, varlen_bwd)
+    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={imported: extension})
 
 
 def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
     """flash-attn-4 4.0.0b36: `flash_attn.cute.interface`; the parameters past those that are used are left out."""
+
+    def of_row(q: Tensor, lists: tuple[Any, ...]) -> Tensor:
+        calls.append({"documents": len(lists[0]) - 1})
+        return of_documents(q, *lists)
 
     def _flash_attn_fwd(
         q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
         max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
         window_size_left=None, window_size_right=None, learnable_sink=None, return_lse=False,
     ):  # fmt: skip
+        lists = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        more = 0.0 if cu_seqlens_q is None else of_row(q, lists)
+        q, k, v = (x if cu_seqlens_q is None else x[None] for x in (q, k, v))
         check_rows(q, k, v)
         assert return_lse
-        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
-        return *forward(q, k, v, softmax_scale, bias, -math.inf), None, None, None
+        bias = flash_bias(q, k, causal, window_size_left, window_size_right) + more
+        found = forward(q, k, v, softmax_scale, bias, -math.inf)
+        return *(x if cu_seqlens_q is None else x[0] for x in found), None, None, None
 
     def _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, deterministic=False, *, dlse=None,
+        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        deterministic=False, *, dlse=None,
     ):  # fmt: skip
+        lists = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        more = 0.0 if cu_seqlens_q is None else of_row(q, lists)
+        if cu_seqlens_q is not None:
+            q, k, v, out, dout, lse = (x[None] for x in (q, k, v, out, dout, lse))
+            dlse = None if dlse is None else dlse[None]
         check_rows(q, k, v, out, dout)
         check_lse(lse, q)
         if dlse is not None:
             assert (dlse.shape, dlse.dtype, dlse.stride(-1)) == (lse.shape, torch.float32, 1)
         calls.append({"deterministic": deterministic, "window": (window_size_left, window_size_right)})
-        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
-        return backward(dout, q, k, v, out, lse, softmax_scale, bias, dlse)
+        bias = flash_bias(q, k, causal, window_size_left, window_size_right) + more
+        found = backward(dout, q, k, v, out, lse, softmax_scale, bias, dlse)
+        return tuple(x if cu_seqlens_q is None else x[0] for x in found)
 
     interface = {f.__name__: f for f in (_flash_attn_fwd, _flash_attn_bwd)}
     modules(monkeypatch, flash_attn={}, flash_attn__cute={}, flash_attn__cute__interface=interface)
@@ -205,23 +261,35 @@ FLASH_3_BWD = (
 def flash_attn_3(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> Iterator[None]:
     """The ops of flash-attn 3."""
 
+    def of_row(q: Tensor, given: SimpleNamespace) -> tuple[dict[str, Any], Any]:
+        if (starts := given.cu_seqlens_q) is None:
+            return {}, 0.0
+        hidden = of_documents(q, starts, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
+        return {"documents": len(starts) - 1}, hidden
+
     def fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         given = _named(FLASH_3_FWD, q, k, v, *rest)
+        documents, more = of_row(q, given)
+        q, k, v = (x[None] if documents else x for x in (q, k, v))
         check_rows(q, k, v)
-        calls.append({"num_splits": given.num_splits})
-        bias = flash_bias(q, k, given.is_causal, given.window_size_left, given.window_size_right)
-        return *forward(q, k, v, given.softmax_scale, bias, -math.inf), torch.empty(0), torch.empty(0)
+        calls.append({"num_splits": given.num_splits} | documents)
+        bias = flash_bias(q, k, given.is_causal, given.window_size_left, given.window_size_right) + more
+        found = forward(q, k, v, given.softmax_scale, bias, -math.inf)
+        return *(x[0] if documents else x for x in found), torch.empty(0), torch.empty(0)
 
     def bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         given = _named(FLASH_3_BWD, dout, q, k, v, out, lse, *rest)
-        check_rows(dout, q, k, v, out, given.dq, given.dk, given.dv)
+        documents, more = of_row(q, given)
+        tensors = dout, q, k, v, out, lse, given.dq, given.dk, given.dv
+        dout, q, k, v, out, lse, *into = (x[None] if documents else x for x in tensors)
+        check_rows(dout, q, k, v, out, *into)
         check_lse(lse, q)
         window = (given.window_size_left, given.window_size_right)
-        calls.append({"deterministic": given.deterministic, "window": window})
-        bias = flash_bias(q, k, given.is_causal, *window)
+        calls.append({"deterministic": given.deterministic, "window": window} | documents)
+        bias = flash_bias(q, k, given.is_causal, *window) + more
         found = backward(dout, q, k, v, out, lse, given.softmax_scale, bias)
-        for into, grad in zip((given.dq, given.dk, given.dv), found):
-            into.copy_(grad)
+        for each, grad in zip(into, found):
+            each.copy_(grad)
         return tuple(torch.empty(0) for _ in range(5))
 
     modules(monkeypatch, flash_attn_3={}, flash_attn_3___C={})
@@ -246,6 +314,21 @@ class LowerTriangularMask:
     """Lines up the first query with the first key."""
 
 
+class BlockDiagonalMask:
+    """Of a row's documents."""
+
+    def __init__(self, lengths: Any, causal: bool = False) -> None:
+        self.lengths, self.causal = lengths, causal
+
+    @classmethod
+    def from_seqlens(cls, q_seqlen: Any, kv_seqlen: Any = None, *, device: torch.device) -> BlockDiagonalMask:
+        assert (kv_seqlen, device) == (None, torch.device("cpu"))
+        return cls(q_seqlen)
+
+    def make_causal(self) -> BlockDiagonalMask:
+        return BlockDiagonalMask(self.lengths, True)
+
+
 def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], ops_of: str = "xformers__ops") -> None:
     """xformers 0.0.35: `xformers.ops`; MSLK 1.3.0: `mslk.attention.fmha`. Their kernels may round the rows of lse
     up, and what is in them is anything.
@@ -254,6 +337,12 @@ def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], ops_o
     def bias_of(attn_bias: object, q: Tensor, k: Tensor) -> Tensor:
         if attn_bias is None:
             return torch.zeros(())
+        if isinstance(attn_bias, BlockDiagonalMask):
+            assert (len(q), sum(attn_bias.lengths)) == (1, q.shape[1])
+            calls.append({"documents": len(attn_bias.lengths)})
+            starts = torch.tensor([0, *attn_bias.lengths]).cumsum(0, dtype=torch.int32)
+            hidden = of_documents(q[0], starts, starts, *[max(2, *attn_bias.lengths)] * 2)
+            return hidden + as_bias(band(q, k, -1, 0 if attn_bias.causal else -1))
         assert type(attn_bias) is LowerTriangularMask
         assert q.shape[1] == k.shape[1]  # the flash kernels have the other alignment
         return as_bias(band(q, k, -1, 0, bottom_right=False))
@@ -265,7 +354,8 @@ def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], ops_o
         assert (p, op, output_dtype) == (0.0, None, None)
         assert query.shape[2] == key.shape[2]
         out, lse = forward(query, key, value, scale, bias_of(attn_bias, query, key), math.inf)
-        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.nan)
+        padding = 0 if isinstance(attn_bias, BlockDiagonalMask) else -lse.shape[-1] % 32
+        return out, torch.nn.functional.pad(lse, (0, padding), value=math.nan)
 
     def memory_efficient_attention_backward(
         grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None

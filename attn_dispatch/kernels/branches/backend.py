@@ -20,6 +20,7 @@ from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import BranchPlan, plan_of
 from attn_dispatch.kernels.contract import Backend, Refusal, Result, refuse_pattern, refuse_sinks
 from attn_dispatch.kernels.dense import Kernel
+from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.limits import Limits
 from attn_dispatch.machine.environment import installed
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
@@ -192,6 +193,19 @@ class Branched(Backend):
         kernel, plan, _ = _prepared(self, problem)
         return branches.run(q, k, v, problem, plan, kernel, tensors)
 
+    def takes_documents(self, problem: Problem) -> bool:
+        row = _as_row(problem)
+        return not problem.pattern.branches and not self.refusals(row) and self.kernel(row).packs
+
+    def run_documents(
+        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The rows as one (see `contract.Backend`)."""
+        rows, row = problem.batch, _as_row(problem)
+        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+        out, lse = branches.run(q, k, v, row, _prepared(self, row)[1], _packed(row, self, lengths * rows), tensors)
+        return torch.unflatten(out[0], 0, (rows, -1)), torch.unflatten(lse[0], 1, (rows, -1)).transpose(0, 1)
+
     def specialized(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
     ) -> Callable[..., Result] | None:
@@ -214,6 +228,19 @@ class Branched(Backend):
             return differentiable(q, k, v, passes) if trains else passes.forward(q, k, v)
 
         return run
+
+
+@lru_cache(maxsize=4096)
+def _as_row(problem: Problem) -> Problem:
+    """The problem of a batch's rows one after the other."""
+    return replace(problem, batch=1, q_len=problem.batch * problem.q_len, k_len=problem.batch * problem.k_len)
+
+
+def _packed_kernel(problem: Problem, backend: Branched, lengths: tuple[int, ...]) -> Kernel:
+    return backend.kernel(problem).packed(lengths, problem.device)
+
+
+_packed = DeviceCache(_packed_kernel, most=64)
 
 
 @lru_cache(maxsize=4096)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
 from attn_dispatch.kernels.progressions import RowGroups, most_row_groups, row_groups
@@ -90,26 +91,31 @@ class WorkList:
         return blocks.index_add_(0, tile, -(-(end - begin).clamp(min=0) // columns))
 
     def to(self, device: torch.device) -> WorkList:
-        lists = {name: getattr(self, name).to(device) for name in ("tiles", "runs", "first_tile", "kind_of")}
-        return replace(self, **lists)
+        """The lists on a device, by one copy, in which each begins at a multiple of 16 bytes: kernels expect it."""
+        lists = self.tiles, self.runs, self.first_tile, self.kind_of
+        wide = [pad(x.flatten(), (0, -x.numel() % 4)) for x in lists]
+        parts = torch.split(torch.cat(wide).to(device), [len(x) for x in wide])
+        tiles, runs, first_tile, kind_of = (part[: x.numel()].view(x.shape) for x, part in zip(lists, parts))
+        return replace(self, tiles=tiles, runs=runs, first_tile=first_tile, kind_of=kind_of)
 
 
-def work_list_of(problem: Problem, side: Side, block: int) -> WorkList:
+def work_list_of(problem: Problem, side: Side, block: int, lengths: tuple[int, ...] = ()) -> WorkList:
     """The work list with tiles of at most `block` rows, for Dense, Window and Dilated.
 
     Args:
         side: whether rows are queries or keys.
+        lengths: of the documents of which each row of the batch consists, in tokens.
     """
-    return make_plain(_work_list, problem, side, block)
+    return make_plain(_work_list, problem, side, block, lengths)
 
 
-def _work_list(problem: Problem, side: Side, block: int) -> WorkList:
+def _work_list(problem: Problem, side: Side, block: int, lengths: tuple[int, ...]) -> WorkList:
     kinds, kind_of = _kinds(problem, side)
     tiles: list[Tensor] = []
     runs: list[Tensor] = []
     first_tile = [0]
     for kind in kinds:
-        groups = _row_groups(problem, side, kind)
+        groups = _row_groups(problem, side, kind, lengths)
         tiles.append(groups.tiles(block, sum(len(each) for each in runs)))
         runs.append(groups.runs)
         first_tile.append(first_tile[-1] + len(tiles[-1]))
@@ -124,21 +130,21 @@ def _work_list(problem: Problem, side: Side, block: int) -> WorkList:
 
 
 @lru_cache(maxsize=4096)
-def covers(problem: Problem, side: Side) -> bool:
+def covers(problem: Problem, side: Side, lengths: tuple[int, ...] = ()) -> bool:
     """Whether every row of every head is in a tile; other rows have no runs."""
-    counts = make_plain(_row_counts, problem, side)
+    counts = make_plain(_row_counts, problem, side, lengths)
     return all(int(count.sum()) == _length(problem, side) for count in counts)
 
 
-def largest_row_group(problem: Problem, side: Side) -> int:
+def largest_row_group(problem: Problem, side: Side, lengths: tuple[int, ...] = ()) -> int:
     """The most rows with the same runs: a larger tile would be partly empty."""
-    counts = make_plain(_row_counts, problem, side)
+    counts = make_plain(_row_counts, problem, side, lengths)
     return max((int(count.max()) for count in counts if len(count)), default=0)
 
 
-def _row_counts(problem: Problem, side: Side) -> list[Tensor]:
+def _row_counts(problem: Problem, side: Side, lengths: tuple[int, ...]) -> list[Tensor]:
     """The number of rows of each row group, by kind of heads."""
-    return [_row_groups(problem, side, kind).rows[:, 2] for kind in _kinds(problem, side)[0]]
+    return [_row_groups(problem, side, kind, lengths).rows[:, 2] for kind in _kinds(problem, side)[0]]
 
 
 def work_list_bytes(problem: Problem, side: Side, block: int) -> int:
@@ -186,19 +192,21 @@ def _kinds_of(pattern: Pattern, heads: int, group: int) -> tuple[tuple[Kind, ...
     return tuple(found), tuple(kind_of[head] for head in range(heads // group))
 
 
-def _row_groups(problem: Problem, side: Side, kind: Kind) -> RowGroups:
-    return _row_groups_of(problem.pattern, problem.q_len, problem.k_len, side, kind)
+def _row_groups(problem: Problem, side: Side, kind: Kind, lengths: tuple[int, ...]) -> RowGroups:
+    return _row_groups_of(problem.pattern, problem.q_len, problem.k_len, side, kind, lengths)
 
 
 @lru_cache(maxsize=256)
-def _row_groups_of(pattern: Pattern, q_len: int, k_len: int, side: Side, kind: Kind) -> RowGroups:
+def _row_groups_of(
+    pattern: Pattern, q_len: int, k_len: int, side: Side, kind: Kind, lengths: tuple[int, ...]
+) -> RowGroups:
     """The row groups that have runs, whose last number is that of the query head within its key head's group."""
     by_member = [pattern.bands(q_len, k_len, offsets) or () for offsets in kind]
     bands = [band for some in by_member for band in some]
     member = torch.tensor([number for number, some in enumerate(by_member) for _ in some], dtype=torch.int64)
     # Tokens count from the first of all; rows or columns that are queries are the last of these, or begin before them.
     ahead = k_len - q_len
-    borders = torch.tensor([min(0, ahead), k_len])
+    borders = torch.tensor([min(0, ahead), *accumulate(lengths or (k_len,))])
     first = (ahead, 0) if side == "queries" else (0, ahead)
     rows, runs, counts = row_groups(bands, borders, *first)
     runs = torch.cat([runs[:, :3], member[runs[:, 3:]]], dim=1)
