@@ -30,10 +30,10 @@ from attn_dispatch.kernels.triton.blocks import (
     padded,
     precision,
 )
-from attn_dispatch.kernels.triton.passes import Lists, TritonPasses
+from attn_dispatch.kernels.triton.passes import Lists, Tables, TritonPasses
 from attn_dispatch.kernels.triton.support import (
-    FUSED,
     Launch,
+    Meta,
     TritonKernel,
     as_float32,
     fitting_blocks,
@@ -202,34 +202,27 @@ def _launch_part(
 ) -> Launch:
     from attn_dispatch.kernels.triton import few_queries  # imports triton
 
-    problem, mask = call.problem, call.key_mask
+    problem = call.problem
     if not is_noted(name, problem, parts.rows):
         refuse_capture(problem.device)
     others = (
-        *(stride for x in strided for stride in x.stride()),
-        *((0, 0) if mask is None else mask.stride()),
+        *(x.stride() for x in strided),
         problem.kv_heads,
         parts.parts,
         parts.share,
         problem.q_len,
+        problem.k_len,
         parts.first,
         parts.end,
         parts.low,
         parts.high,
         as_float32(problem.scale),
     )
-    return launch(
-        few_queries.part,
-        problem.batch * problem.kv_heads * parts.parts,
-        problem.device,
-        tensors,
-        others,
-        COLUMNS=parts.columns,
-        PRECISION=precision(problem),
-        WIDE=needs_wide_offsets(strided),
-        num_stages=2,
-        **_common(problem, parts),
+    meta = _common(problem, parts)._replace(
+        COLUMNS=parts.columns, PRECISION=precision(problem), WIDE=needs_wide_offsets(strided)
     )
+    programs = problem.batch * problem.kv_heads * parts.parts
+    return launch(few_queries.part, programs, problem.device, tensors, others, meta, _warps(parts), 2)
 
 
 def _launch_join(
@@ -240,21 +233,25 @@ def _launch_join(
     problem, parts = call.problem, key_parts(call.problem)
     assert parts is not None
     programs, others = problem.batch * problem.q_len * problem.heads, (problem.heads, parts.parts, problem.q_len)
-    found = launch(few_queries.join, programs, problem.device, tensors, others, **_common(problem, parts))
+    meta = _common(problem, parts)
+    found = launch(few_queries.join, programs, problem.device, tensors, others, meta, _warps(parts))
     note(name, problem, parts.rows)
     return found
 
 
-def _common(problem: Problem, parts: KeyParts) -> dict[str, Any]:
+def _common(problem: Problem, parts: KeyParts) -> Meta:
     """What both kernels of few queries are compiled for."""
-    group, d, warps = problem.heads // problem.kv_heads, problem.head_dim, 8 if parts.rows > 32 else 4
-    return {"GROUP": group, "HEAD_DIM": d, "BLOCK_D": padded(d), "ROWS": parts.rows, "num_warps": warps, **FUSED}
+    return Meta(problem.heads // problem.kv_heads, problem.head_dim, padded(problem.head_dim), 0, parts.rows)
+
+
+def _warps(parts: KeyParts) -> int:
+    return 8 if parts.rows > 32 else 4
 
 
 def _lists(problem: Problem, lengths: tuple[int, ...], each: TritonKernel, block: BlockConfig) -> Lists:
     work = (_work_of if lengths else _on_device)(problem, each.side, block, lengths)
-    tensors = (work.tiles, work.runs, work.first_tile, work.kind_of, None, None, None, None)
-    return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tensors, work.low, work.high)
+    tables = Tables(work.tiles, work.runs, work.first_tile, work.kind_of)
+    return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tables, work.low, work.high)
 
 
 _listed = DeviceCache(work_list_of)

@@ -34,7 +34,7 @@ from attn_dispatch.kernels.tiles.estimates import (
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_lists, tile_lists_of
 from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped
-from attn_dispatch.kernels.triton.passes import Lists, TritonPasses
+from attn_dispatch.kernels.triton.passes import Lists, Tables, TritonPasses
 from attn_dispatch.kernels.triton.support import TritonKernel, fitting_blocks, kernels_of, masks_of
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
@@ -179,8 +179,8 @@ def _lists(problem: Problem, order: str, tile: int, each: TritonKernel, block: B
     if each.side == "queries":
         side, rows, columns = found.queries, columns, rows
     assert side is not None
-    tensors = (side.spans, side.pairs, None, found.kind_of, rows, columns, found.masks, found.reach)
-    return Lists(len(rows) // block.rows, 1, tensors, tile=tile)
+    tables = Tables(side.spans, side.pairs, None, found.kind_of, rows, columns, found.masks, found.reach)
+    return Lists(len(rows) // block.rows, 1, tables, tile=tile)
 
 
 def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:

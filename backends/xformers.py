@@ -133,5 +133,5 @@ BACKEND = Branched(
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes = BACKEND.flops, BACKEND.workspace_bytes
-run, specialized = BACKEND.run, BACKEND.specialized
+run, specialized, specialized_trains = BACKEND.run, BACKEND.specialized, True
 run_documents, takes_documents = BACKEND.run_documents, BACKEND.takes_documents

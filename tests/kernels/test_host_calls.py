@@ -22,7 +22,7 @@ from attn_dispatch.spec.shapes import problem_of
 from triton.backends.nvidia.driver import CudaLauncher
 
 cases = enumerate(host.CASES.items())
-calls = {name: host.call_of(number, case) for number, (name, case) in cases if name.startswith("triton")}
+calls = {name: host.call_of(number, case) for number, (name, case) in cases if name.startswith(("triton", "sdpa"))}
 x = torch.randn(1, 64, 4, 64, dtype=torch.bfloat16, requires_grad=True)
 packed = problem_of(x.shape, host.Dense(is_causal=True), x.dtype, host.CUDA, backward=True)
 for lengths in ((30, 34), (1, 63)):
@@ -31,9 +31,10 @@ for lengths in ((30, 34), (1, 63)):
     )
 
 launches = []
-CudaLauncher.__call__ = lambda self, *given: launches.append([
-    x.data_ptr() if isinstance(x, torch.Tensor) else x for x in (*given[:6], *given[9:])  # without hooks
-])
+def flat(given):
+    return [y for x in given for y in (flat(x) if isinstance(x, tuple) else [getattr(x, "data_ptr", lambda: x)()])]
+
+CudaLauncher.__call__ = lambda self, *given: launches.append((*given[:6], *given[9:]))  # without hooks
 for name, call in calls.items():
     kernels = []
     for _ in range(2):
@@ -41,9 +42,11 @@ for name, call in calls.items():
         call()
         kernels.append(list(launches))
     first, again = kernels
-    assert len(first) == len(again) > 0, name
+    assert len(first) == len(again), name
+    assert bool(first) == name.startswith("triton"), name
     for one, other in zip(first, again, strict=True):
-        alike = [x == y or (type(x) is type(y) is int and min(x, y) > 2**32) for x, y in zip(one, other, strict=True)]
+        pairs = zip(flat(one), flat(other), strict=True)
+        alike = [x == y or (type(x) is type(y) is int and min(x, y) > 2**32) for x, y in pairs]
         assert all(alike), (name, alike)
     print(name, host.python_calls(call), sep=": ")
 """
@@ -58,7 +61,7 @@ def test_a_launch_is_known_for_the_same_layouts_alone() -> None:
 
     def launch(*given: object) -> Launch:
         made.append(given)
-        return Launch(None, None, 0, problem.device, 0, (), {})
+        return Launch(None, None, 0, problem.device, (), {})
 
     for x, y in ((strided, packed), (packed, packed), (odd, packed), (strided, gradient.mT), (strided, packed)):
         passes.launch_as_known(launch, "kernel", (x, y), (x, y))
@@ -71,4 +74,5 @@ def test_few_functions_and_the_same_launches() -> None:
     counts = dict(line.rsplit(": ", 1) for line in processes.run(CODE).stdout.splitlines())
     assert len(counts) >= 8
     for name, count in counts.items():  # a token takes two launches; training three, and autograd
-        assert int(count) <= (100 if "training" in name else 30 if "token" in name else 20), counts
+        most = {"sdpa, training": 36, "triton, one token": 34}.get(name, 160 if "training" in name else 20)
+        assert int(count) <= most, counts

@@ -264,7 +264,7 @@ def test_refusals(change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyP
     assert found[0].startswith(text)
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_or_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
@@ -275,6 +275,11 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         ("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')")
     ]
     assert registry.version_of(TRITON) is None
+    monkeypatch.undo()
+    fake_gpu(monkeypatch, (9, 0))
+    for version, refused in (("3.3.1", True), ("3.4.0", False), ("3.10.0", False)):  # whose kernels unpack no tuples
+        monkeypatch.setattr(support, "installed", lambda name, version=version: version)
+        assert texts(CUDA) == ["package triton is 3.3.1, needs 3.4 or newer, which torch 2.8 and newer bring"] * refused
 
 
 @pytest.mark.usefixtures("triton_interpreter")

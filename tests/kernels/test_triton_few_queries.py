@@ -101,30 +101,26 @@ def test_programs_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 COMPILE_FEW_QUERIES = """
 from itertools import cycle
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 
 from attn_dispatch.kernels.triton import few_queries
+from attn_dispatch.kernels.triton.support import Meta
+from tests.support.compiling import BYTES, SUMS, compile_alone
 
-TYPES = {"lse": "*fp32", "sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", "key_mask": "*u8", "scale": "fp32"}
-SIZES = {("*bf16", 64): 128, ("*bf16", 128): 64, ("*bf16", 256): 32, ("*fp32", 128): 32, ("*fp32", 256): 16}
+SIZES = {(torch.bfloat16, 64): 128, (torch.bfloat16, 128): 64, (torch.bfloat16, 256): 32}
+SIZES |= {(torch.float32, 128): 32, (torch.float32, 256): 16}
 DEVICES = ((80, False, 64), (90, True, 32), (120, False, 64))
-for (capability, wide, rows), ((kind, width), columns) in zip(cycle(DEVICES), SIZES.items()):
-    rows, columns = (16, columns) if kind == "*fp32" else (rows, min(columns, 4096 // rows))
-    constants = {"GROUP": 2, "HEAD_DIM": width, "BLOCK_D": width, "ROWS": rows, "COLUMNS": columns}
-    constants["WIDE"] = wide
-    constants["PRECISION"] = "tf32x3" if kind == "*fp32" and capability != 120 else "ieee"
-    for kernel, stages in ((few_queries.part, 2), (few_queries.join, 3)):
-        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        own |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}
-        types = dict.fromkeys(("q", "k", "v", "out"), kind) | TYPES
-        signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in own}
-        source = ASTSource(kernel, signature | dict.fromkeys(own, "constexpr"), constexprs=own)
-        options = {"num_warps": 8 if rows > 32 else 4, "num_stages": stages}
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+for (capability, wide, rows), ((dtype, width), columns) in zip(cycle(DEVICES), SIZES.items()):
+    rows, columns = (16, columns) if dtype == torch.float32 else (rows, min(columns, 4096 // rows))
+    precision = "tf32x3" if dtype == torch.float32 and capability != 120 else "ieee"
+    meta = Meta(2, width, width, 0, rows, columns, PRECISION=precision, WIDE=wide)
+    x, strides, warps = torch.empty(1, dtype=dtype), (64, 32, 16, 1), 8 if rows > 32 else 4
+    part = (x, x, x, SUMS, SUMS, SUMS, BYTES), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, 0.5), meta, warps, 2
+    join = (SUMS, SUMS, SUMS, x, SUMS), (2, 3, 7), meta, warps
+    for kernel, given in ((few_queries.part, part), (few_queries.join, join)):
+        made = compile_alone(kernel, capability, *given)
         assert made.asm["cubin"]
-        assert made.metadata.shared <= 99 * 1024, (capability, kind, width, made.metadata.shared)
+        assert made.metadata.shared <= 99 * 1024, (capability, dtype, width, made.metadata.shared)
 """
 
 

@@ -210,16 +210,13 @@ COMPILE = """
 from attn_dispatch.backends.triton_tiles import BACKWARD_KV, BACKWARD_Q, FORWARD
 from tests.support.compiling import compile_for
 
-LISTS = dict.fromkeys(("row_pos", "column_pos", "kind_of", "tiles", "runs"), "*i32")
-# The compiler specializes arguments equal to 1: test a single tile too.
-ONE = dict.fromkeys(("heads", "programs", "together", "q_len", "k_len"), 1)
 SUM = {"HEAD_DIM": 80, "BLOCK_D": 64, "REST_D": 16}
-CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, ONE), (BACKWARD_Q, 90, 1, ONE), (BACKWARD_KV, 90, 0, {}))
+CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, {}), (BACKWARD_Q, 90, 1, {}), (BACKWARD_KV, 90, 0, {}))
 CASES += ((FORWARD, 90, 0, SUM), (BACKWARD_Q, 80, 0, SUM), (BACKWARD_KV, 80, 0, SUM))
 
-for each, capability, branches, one in CASES:
-    constants = {"TILE": 128, "BRANCHES": branches, "AXES": branches, "low": None, "high": None} | one
-    compile_for(each, capability, LISTS | ({"reach": "*i32"} if branches else {"masks": "*u8"}), constants)
+for each, capability, branches, more in CASES:
+    lists = "row_pos", "column_pos", "kind_of", "tiles", "runs", "reach" if branches else "masks"
+    compile_for(each, capability, lists, TILE=128, BRANCHES=branches, AXES=branches, **more)
 """
 
 

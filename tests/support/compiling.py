@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,23 @@ import pytest
 import torch
 
 from attn_dispatch.kernels.triton.blocks import HALF, WGMMA
-from attn_dispatch.kernels.triton.support import TritonKernel, shared_bytes
+from attn_dispatch.kernels.triton.passes import Tables
+from attn_dispatch.kernels.triton.support import Meta, TritonKernel, launch, missing, shared_bytes
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.testing.cases import Case
+from tools.bench.kernels_compiled import gpu
 
-compiled = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+compiled = pytest.mark.skipif(bool(missing()), reason="Triton is not installed")
 
 PROBLEM = Case("compiled", Dense(), (1, 64, 2, 60)).problem(torch.bfloat16, needs_grad=True)
-POINTERS = dict.fromkeys(("q", "k", "v", "out", "grad", "dq", "dk", "dv"), "*bf16")
-POINTERS |= dict.fromkeys(("lse", "grad_lse", "scaled_lse", "delta"), "*fp32") | {"seq_lens": "*i64", "key_mask": "*u8"}
-LISTS = {"tiles", "runs", "first_tile", "kind_of", "row_pos", "column_pos", "masks", "reach"}
+DTYPES = torch.bfloat16, torch.float32, torch.int64, torch.uint8
+ROWS, SUMS, LENGTHS, BYTES = (torch.empty(1, dtype=dtype) for dtype in DTYPES)
+TENSORS = {
+    "forward": (*[ROWS] * 4, SUMS, LENGTHS, BYTES),
+    "backward_q": (*[ROWS] * 5, *[SUMS] * 4, ROWS, LENGTHS, BYTES),
+    "backward_kv": (*[ROWS] * 4, SUMS, SUMS, ROWS, ROWS, LENGTHS, BYTES),
+}
+TABLES: Any = dict.fromkeys(Tables._fields, torch.empty(1, dtype=torch.int32)) | {"masks": BYTES}
 
 
 def run_alone(code: str, cache: Path) -> None:
@@ -39,28 +46,26 @@ def run_alone(code: str, cache: Path) -> None:
     assert found.returncode == 0, found.stderr
 
 
-def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], more: Mapping[str, Any]) -> None:
+def compile_alone(kernel: Any, capability: int, *given: Any) -> Any:
+    """What `support.launch` would launch on a GPU, compiled to its machine code."""
+    compiler: Any = defaultdict(lambda: partial(kernel.warmup, grid=(1,)))
+    with gpu(capability):
+        return launch(compiler, 1, torch.device("cpu"), *given).compiled
+
+
+def compile_for(
+    each: TritonKernel, capability: int, lists: Collection[str], low: int | None = None, **more: Any
+) -> None:
     """In the preferred block of head_dim 60: to machine code, in no more shared memory than was estimated.
 
-    `lists` are the types of pointers to its lists, those left out None; `more` its constants beyond those of every
-    kernel, or in place of those, such as another HEAD_DIM.
+    `lists` are the names of the tables that there are, `more` the `Meta` beyond that of every kernel, or in its place.
     """
-    triton: Any = import_module("triton")
-    compiler: Any = import_module("triton.compiler")
-    kernel, block = each.load(), HALF[capability // 10 in WGMMA][each.kernel][64][0]
-    constants: dict[str, Any] = {"ROWS": block.rows, "COLUMNS": block.columns, "PRECISION": "ieee", "WIDE": False}
-    constants |= {"GROUP": 2, "HEAD_DIM": 60, "BLOCK_D": 64, "REST_D": 0, "TILE": 0, "BRANCHES": 0, "AXES": 0}
-    constants |= dict.fromkeys(LISTS - lists.keys(), None) | dict(more)
-    # The last stride is 1 in nearly every call, and a constant then.
-    constants |= {name: 1 for name in kernel.arg_names if name.endswith("_d")}
-    types = POINTERS | {"scale": "fp32"} | dict(lists)
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3):
-        source = compiler.ASTSource(kernel, signature, constants=constants)
-    else:
-        source = compiler.ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    target = import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target=target, options={"num_warps": block.warps, "num_stages": block.stages})
-    assert made.asm["cubin"]
-    estimate = shared_bytes(each, replace(PROBLEM, head_dim=constants["HEAD_DIM"]), block)
+    block, tensors = HALF[capability // 10 in WGMMA][each.kernel][64][0], TENSORS[each.kernel]
+    meta = Meta(2, 60, 64, 0, block.rows, block.columns)._replace(**more)
+    there: Any = {name: TABLES[name] for name in lists}
+    tables = Tables(*map(there.get, Tables._fields))
+    strides = [(630, 315, 105, 1)] * (3 if each.kernel == "forward" else 4)
+    others = (tables, *strides, 2, 3, 1, 64, 64, low, 0, 0.5)
+    made = compile_alone(each.load(), capability, tensors, others, meta, block.warps, block.stages)
+    estimate = shared_bytes(each, replace(PROBLEM, head_dim=meta.HEAD_DIM), block)
     assert made.metadata.shared <= estimate, (each.kernel, capability, made.metadata.shared, estimate)

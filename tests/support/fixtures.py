@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from logging import WARNING
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
 from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.flex import attention
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.machine import load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
@@ -35,7 +35,7 @@ from tests.support.fakes import SILICON
 if TYPE_CHECKING:
     from tests.support.ring_ranks import Ranks
 
-INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
+INTERPRETED = not support.missing() and not torch.cuda.is_available()
 MOST_ATTEMPTS = look_up.MOST_ATTEMPTS  #: as it is before a fixture of all tests changes it
 
 

@@ -16,6 +16,8 @@ import triton.language as tl
 from attn_dispatch.kernels.triton.lists import (
     VARIABLE,
     block_of,
+    length_of,
+    mask_of,
     member_of,
     phases_of,
     program_place,
@@ -25,10 +27,12 @@ from attn_dispatch.kernels.triton.lists import (
 from attn_dispatch.kernels.triton.parts import (
     add_product,
     fold_scale,
+    head_of,
     load_rows,
     row_sums,
     scores,
     store_rows,
+    times_rows,
     weights,
     zeros,
 )
@@ -36,225 +40,98 @@ from attn_dispatch.kernels.triton.parts import (
 
 @triton.jit(do_not_specialize=VARIABLE)
 def backward_q(
-    q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq, seq_lens, key_mask,
-    tiles, runs, first_tile, kind_of, row_pos, column_pos, masks, reach,
-    q_b, q_n, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d, grad_b, grad_n, grad_h, grad_d, mask_b, mask_n,
-    heads, programs, together, q_len, k_len, low, high, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, BRANCHES: tl.constexpr, AXES: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    tensors, lists, q_by, k_by, v_by, grad_by, heads, programs, together, q_len, k_len, low, high, scale, meta
+):
     """dq as out, scaled_lse and delta [batch, heads, q_len]; rows are queries, columns keys."""
-    batch, head, kind, tile, end_tile = program_place(first_tile, kind_of, heads, programs, together)
+    q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq, seq_lens, key_mask = tensors
+    batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together)
+    bounds, lengths = (low, high), (q_len, k_len)
     if tile >= end_tile:
         return
-    first, last, rows, stored, first_run, end_run = rows_of(tiles, row_pos, tile, q_len, 1, ROWS, TILE)
-    length = k_len
-    if seq_lens is not None:
-        length = tl.load(seq_lens + batch).to(tl.int32)
-    k_head = k + batch * k_b + head // GROUP * k_h
-    v_head = v + batch * v_b + head // GROUP * v_h
-    q_head = q + batch * q_b + head * q_h
-    grad_head = grad + batch * grad_b + head * grad_h
+    first, last, rows, stored, first_run, end_run = rows_of(lists, tile, q_len, 1, meta)
+    length = length_of(seq_lens, batch)
+    mask = mask_of(key_mask, batch, k_len)
+    k_head = head_of(k, k_by, batch, head // meta.GROUP)
+    v_head = head_of(v, v_by, batch, head // meta.GROUP)
     every = tl.full([1, 1], True, tl.int1)
-    query, query_rest = load_rows(q_head, rows, every, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-    d_out, d_out_rest = load_rows(grad_head, rows, every, grad_n, grad_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-    query, query_rest, slope = fold_scale(query, query_rest, scale)
-    row_at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM
+    query = load_rows(head_of(q, q_by, batch, head), rows, every, q_by, meta)
+    d_out = load_rows(head_of(grad, grad_by, batch, head), rows, every, grad_by, meta)
+    query, slope = fold_scale(query, scale)
+    row_at = ((batch * q_len + rows) * heads + head)[:, None] * meta.HEAD_DIM
     scalar_at = (batch * heads + head) * q_len + rows
     row_lse, row_delta, has_keys = row_sums(
-        out, d_out, d_out_rest, lse, grad_lse, scaled_lse, delta, row_at, scalar_at, stored, HEAD_DIM, BLOCK_D, REST_D
+        out, d_out, lse, grad_lse, scaled_lse, delta, row_at, scalar_at, stored, meta
     )
-    acc, acc_rest = zeros(ROWS, BLOCK_D, REST_D)
-    for run in range(first_run, end_run):
-        start, step, begin, full, full_end, end = phases_of(
-            tiles, runs, run, kind, first, last, q_len, length, low, high, seq_lens, COLUMNS, TILE
-        )
-        for phase in tl.static_range(1 if low is None and TILE == 0 else 0, 2 if TILE else 3):
-            n_from, n_to = span_of(begin, full, full_end, end, phase)
-            for n in range(n_from, n_to, 1 if TILE else COLUMNS):
+    acc = zeros(meta)
+    for number in range(first_run, end_run):
+        run, phases = phases_of(lists, number, kind, first, last, q_len, length, bounds, meta)
+        for phase in tl.static_range(1 if low is None and meta.TILE == 0 else 0, 2 if meta.TILE else 3):
+            n_from, n_to = span_of(phases, phase)
+            for n in range(n_from, n_to, 1 if meta.TILE else meta.COLUMNS):
                 columns, there, visible, times = block_of(
-                    runs,
-                    start,
-                    step,
-                    n,
-                    end,
-                    first,
-                    rows,
-                    kind,
-                    low,
-                    high,
-                    seq_lens,
-                    length,
-                    key_mask,
-                    batch * mask_b,
-                    mask_n,
-                    column_pos,
-                    masks,
-                    reach,
-                    q_len,
-                    k_len,
-                    phase,
-                    False,
-                    ROWS,
-                    COLUMNS,
-                    TILE,
-                    BRANCHES,
-                    AXES,
+                    lists, run, n, first, rows, kind, bounds, length, mask, lengths, phase, False, meta
                 )
                 seen = there[:, None]
-                key, key_rest = load_rows(k_head, columns, seen, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-                s = tl.where(visible, scores(query, query_rest, key, key_rest, REST_D, PRECISION), float("-inf"))
+                key = load_rows(k_head, columns, seen, k_by, meta)
+                s = tl.where(visible, scores(query, key, meta), float("-inf"))
                 p = times * weights(s * slope - row_lse[:, None])
-                value, value_rest = load_rows(v_head, columns, seen, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-                ds = p * (scores(d_out, d_out_rest, value, value_rest, REST_D, PRECISION) - row_delta[:, None])
-                acc, acc_rest = add_product(ds.to(key.dtype), key, key_rest, acc, acc_rest, REST_D, PRECISION)
-    acc = tl.where(has_keys[:, None], acc * scale, 0.0)
-    acc_rest = tl.where(has_keys[:, None], acc_rest * scale, 0.0)
-    store_rows(dq, row_at, acc, acc_rest, stored, HEAD_DIM, BLOCK_D, REST_D)
+                value = load_rows(v_head, columns, seen, v_by, meta)
+                ds = p * (scores(d_out, value, meta) - row_delta[:, None])
+                acc = add_product(ds.to(key[0].dtype), key, acc, meta)
+    store_rows(dq, row_at, times_rows(acc, scale, has_keys), stored, meta)
 
 
 @triton.jit(do_not_specialize=VARIABLE)
 def backward_kv(
-    q,
-    k,
-    v,
-    grad,
-    scaled_lse,
-    delta,
-    dk,
-    dv,
-    seq_lens,
-    key_mask,
-    tiles,
-    runs,
-    first_tile,
-    kind_of,
-    row_pos,
-    column_pos,
-    masks,
-    reach,
-    q_b,
-    q_n,
-    q_h,
-    q_d,
-    k_b,
-    k_n,
-    k_h,
-    k_d,
-    v_b,
-    v_n,
-    v_h,
-    v_d,
-    grad_b,
-    grad_n,
-    grad_h,
-    grad_d,
-    mask_b,
-    mask_n,
-    heads,
-    programs,
-    together,
-    q_len,
-    k_len,
-    low,
-    high,
-    scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    AXES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    tensors, lists, q_by, k_by, v_by, grad_by, heads, programs, together, q_len, k_len, low, high, scale, meta
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
-    batch, head, kind, tile, end_tile = program_place(first_tile, kind_of, heads, programs, together)
+    q, k, v, grad, scaled_lse, delta, dk, dv, seq_lens, key_mask = tensors
+    batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together)
+    bounds, lengths = (low, high), (q_len, k_len)
     if tile >= end_tile:
         return
-    first, last, rows, stored, first_run, end_run = rows_of(tiles, row_pos, tile, k_len, GROUP, ROWS, TILE)
-    k_head = k + batch * k_b + head * k_h
-    v_head = v + batch * v_b + head * v_h
+    first, last, rows, stored, first_run, end_run = rows_of(lists, tile, k_len, meta.GROUP, meta)
     every = tl.full([1, 1], True, tl.int1)
-    key, key_rest = load_rows(k_head, rows, every, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-    value, value_rest = load_rows(v_head, rows, every, v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-    key, key_rest, slope = fold_scale(key, key_rest, scale)
-    length = q_len
+    key = load_rows(head_of(k, k_by, batch, head), rows, every, k_by, meta)
+    value = load_rows(head_of(v, v_by, batch, head), rows, every, v_by, meta)
+    key, slope = fold_scale(key, scale)
+    length = length_of(seq_lens, batch)
+    mask = mask_of(key_mask, batch, k_len)
     valid_key = stored
-    if seq_lens is not None:
-        length = tl.load(seq_lens + batch).to(tl.int32)
+    if length is not None:
         valid_key = valid_key & (rows < length)
-    if key_mask is not None:
-        valid_key = valid_key & (tl.load(key_mask + batch * mask_b + rows * mask_n) != 0)
-    acc_k, acc_k_rest = zeros(ROWS, BLOCK_D, REST_D)
-    acc_v, acc_v_rest = zeros(ROWS, BLOCK_D, REST_D)
-    for run in range(first_run, end_run):
-        member, member_kind = member_of(runs, kind_of, run, kind, head * GROUP, TILE)
-        query_head = q + batch * q_b + member * q_h
-        grad_head = grad + batch * grad_b + member * grad_h
-        scalars = (batch * heads * GROUP + member) * q_len
-        start, step, begin, full, full_end, end = phases_of(
-            tiles, runs, run, member_kind, first, last, k_len, length, low, high, seq_lens, COLUMNS, TILE
-        )
-        for phase in tl.static_range(1 if low is None and TILE == 0 else 0, 2 if TILE else 3):
-            n_from, n_to = span_of(begin, full, full_end, end, phase)
-            for n in range(n_from, n_to, 1 if TILE else COLUMNS):
+    if mask is not None:
+        valid_key = valid_key & (tl.load(mask + rows) != 0)
+    acc_k = zeros(meta)
+    acc_v = zeros(meta)
+    for number in range(first_run, end_run):
+        member, member_kind = member_of(lists, number, kind, head * meta.GROUP, meta)
+        query_head = head_of(q, q_by, batch, member)
+        grad_head = head_of(grad, grad_by, batch, member)
+        scalars = (batch * heads * meta.GROUP + member) * q_len
+        run, phases = phases_of(lists, number, member_kind, first, last, k_len, length, bounds, meta)
+        for phase in tl.static_range(1 if low is None and meta.TILE == 0 else 0, 2 if meta.TILE else 3):
+            n_from, n_to = span_of(phases, phase)
+            for n in range(n_from, n_to, 1 if meta.TILE else meta.COLUMNS):
                 columns, there, visible, times = block_of(
-                    runs,
-                    start,
-                    step,
-                    n,
-                    end,
-                    first,
-                    rows,
-                    member_kind,
-                    low,
-                    high,
-                    seq_lens,
-                    length,
-                    None,
-                    0,
-                    0,
-                    column_pos,
-                    masks,
-                    reach,
-                    q_len,
-                    k_len,
-                    phase,
-                    True,
-                    ROWS,
-                    COLUMNS,
-                    TILE,
-                    BRANCHES,
-                    AXES,
+                    lists, run, n, first, rows, member_kind, bounds, length, None, lengths, phase, True, meta
                 )
-                if (seq_lens is not None) or (key_mask is not None):
+                if (length is not None) or (mask is not None):
                     visible = visible & valid_key[:, None]
                 seen = every
-                if seq_lens is not None:
+                if length is not None:
                     seen = there[:, None]
-                query, query_rest = load_rows(query_head, columns, seen, q_n, q_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-                s = tl.where(visible, scores(key, key_rest, query, query_rest, REST_D, PRECISION), float("-inf"))
+                query = load_rows(query_head, columns, seen, q_by, meta)
+                s = tl.where(visible, scores(key, query, meta), float("-inf"))
                 # Repeated queries have weight exp2(s - inf) = 0.
                 column_lse = tl.load(scaled_lse + scalars + columns, mask=there, other=float("inf"))
                 p = times * weights(s * slope - column_lse[None, :])
-                d_out, d_out_rest = load_rows(grad_head, columns, seen, grad_n, grad_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-                acc_v, acc_v_rest = add_product(
-                    p.to(d_out.dtype), d_out, d_out_rest, acc_v, acc_v_rest, REST_D, PRECISION
-                )
+                d_out = load_rows(grad_head, columns, seen, grad_by, meta)
+                acc_v = add_product(p.to(d_out[0].dtype), d_out, acc_v, meta)
                 column_delta = tl.load(delta + scalars + columns, mask=there, other=0.0)
-                ds = p * (scores(value, value_rest, d_out, d_out_rest, REST_D, PRECISION) - column_delta[None, :])
-                acc_k, acc_k_rest = add_product(
-                    ds.to(query.dtype), query, query_rest, acc_k, acc_k_rest, REST_D, PRECISION
-                )
-    row_at = ((batch * k_len + rows) * heads + head)[:, None] * HEAD_DIM
-    acc_k = tl.where(valid_key[:, None], acc_k * scale, 0.0)
-    acc_k_rest = tl.where(valid_key[:, None], acc_k_rest * scale, 0.0)
-    acc_v = tl.where(valid_key[:, None], acc_v, 0.0)
-    acc_v_rest = tl.where(valid_key[:, None], acc_v_rest, 0.0)
-    store_rows(dk, row_at, acc_k, acc_k_rest, stored, HEAD_DIM, BLOCK_D, REST_D)
-    store_rows(dv, row_at, acc_v, acc_v_rest, stored, HEAD_DIM, BLOCK_D, REST_D)
+                ds = p * (scores(value, d_out, meta) - column_delta[None, :])
+                acc_k = add_product(ds.to(query[0].dtype), query, acc_k, meta)
+    row_at = ((batch * k_len + rows) * heads + head)[:, None] * meta.HEAD_DIM
+    store_rows(dk, row_at, times_rows(acc_k, scale, valid_key), stored, meta)
+    store_rows(dv, row_at, times_rows(acc_v, 1.0, valid_key), stored, meta)

@@ -13,176 +13,78 @@ Source: Dao et al. 2023, Flash-Decoding for long-context inference; Milakov & Gi
 import triton
 import triton.language as tl
 
-from attn_dispatch.kernels.triton.lists import block_of
-from attn_dispatch.kernels.triton.parts import LN_2, fold_scale, forward_step, load_rows, store_rows, zeros
+from attn_dispatch.kernels.triton.lists import block_of, mask_of
+from attn_dispatch.kernels.triton.parts import LN_2, fold_scale, forward_step, head_of, load_rows, store_rows, zeros
 
 SPLITS = tl.constexpr(16)  #: that are joined at a time
 #: Arguments whose values do not change the machine code.
-VARIABLE = ("kv_heads", "splits", "share", "q_len", "first", "end", "low", "high")
+VARIABLE = ("kv_heads", "splits", "share", "q_len", "k_len", "first", "end", "low", "high")
 
 
 @triton.jit(do_not_specialize=VARIABLE)
-def part(
-    q,
-    k,
-    v,
-    sums,
-    maxima,
-    totals,
-    key_mask,
-    q_b,
-    q_n,
-    q_h,
-    q_d,
-    k_b,
-    k_n,
-    k_h,
-    k_d,
-    v_b,
-    v_n,
-    v_h,
-    v_d,
-    mask_b,
-    mask_n,
-    kv_heads,
-    splits,
-    share,
-    q_len,
-    first,
-    end,
-    low,
-    high,
-    scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first, end, low, high, scale, meta):
     """Sums [batch, kv_heads, splits, ROWS, HEAD_DIM], maxima and totals [..., ROWS] of keys `first` to `end`.
 
     Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys.
     """
+    q, k, v, sums, maxima, totals, key_mask = tensors
     program = tl.program_id(0)
     split = program % splits
     kv_head = (program // splits % kv_heads).to(tl.int64)
     batch = (program // splits // kv_heads).to(tl.int64)
-    row = tl.arange(0, ROWS)
-    lane = tl.minimum(row, GROUP * q_len - 1)  # the rest repeat the last one
-    rows = lane // GROUP
-    q_heads = q + batch * q_b + ((kv_head * GROUP + lane % GROUP) * q_h)[:, None]
-    every = tl.full([1, 1], True, tl.int1)
-    query, query_rest = load_rows(q_heads, rows, every, q_n, q_d, HEAD_DIM, BLOCK_D, 0, WIDE)
-    query, query_rest, slope = fold_scale(query, query_rest, scale)
-    k_head = k + batch * k_b + kv_head * k_h
-    v_head = v + batch * v_b + kv_head * v_h
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.full([ROWS], 0.0, tl.float32)
-    acc, acc_rest = zeros(ROWS, BLOCK_D, 0)
+    row = tl.arange(0, meta.ROWS)
+    lane = tl.minimum(row, meta.GROUP * q_len - 1)  # the rest repeat the last one
+    rows = lane // meta.GROUP
+    q_heads = head_of(q, q_by, batch, (kv_head * meta.GROUP + lane % meta.GROUP)[:, None])
+    query = load_rows(q_heads, rows, tl.full([1, 1], True, tl.int1), q_by, meta)
+    query, slope = fold_scale(query, scale)
+    k_head = head_of(k, k_by, batch, kv_head)
+    v_head = head_of(v, v_by, batch, kv_head)
+    mask = mask_of(key_mask, batch, k_len)
+    row_max = tl.full([meta.ROWS], float("-inf"), tl.float32)
+    total = tl.full([meta.ROWS], 0.0, tl.float32)
+    acc = zeros(meta)
     start = first + split * share
     stop = tl.minimum(start + share, end)
-    for n in range(start, stop, COLUMNS):
-        columns, there, visible, times = block_of(
-            None,
-            0,
-            1,
-            n,
-            stop,
-            0,
-            rows,
-            0,
-            low,
-            high,
-            None,
-            0,
-            key_mask,
-            batch * mask_b,
-            mask_n,
-            None,
-            None,
-            None,
-            0,
-            0,
-            0,
-            False,
-            ROWS,
-            COLUMNS,
-            0,
-            0,
-            0,
-        )
-        row_max, total, acc, acc_rest = forward_step(
-            query,
-            query_rest,
-            k_head,
-            v_head,
-            columns,
-            there,
-            visible,
-            times,
-            slope,
-            row_max,
-            total,
-            acc,
-            acc_rest,
-            k_n,
-            k_d,
-            v_n,
-            v_d,
-            HEAD_DIM,
-            BLOCK_D,
-            0,
-            PRECISION,
-            WIDE,
-        )
-    at = program.to(tl.int64) * ROWS + row
+    run = 0, 1, stop
+    for n in range(start, stop, meta.COLUMNS):
+        block = block_of(None, run, n, 0, rows, 0, (low, high), None, mask, (q_len, k_len), 0, False, meta)
+        row_max, total, acc = forward_step(query, k_head, k_by, v_head, v_by, block, slope, row_max, total, acc, meta)
+    at = program.to(tl.int64) * meta.ROWS + row
     tl.store(maxima + at, row_max)
     tl.store(totals + at, total)
-    store_rows(sums, at[:, None] * HEAD_DIM, acc, acc_rest, row < ROWS, HEAD_DIM, BLOCK_D, 0)
+    store_rows(sums, at[:, None] * meta.HEAD_DIM, acc, row < meta.ROWS, meta)
 
 
 @triton.jit(do_not_specialize=("heads", "splits", "q_len"))
-def join(
-    sums,
-    maxima,
-    totals,
-    out,
-    lse,
-    heads,
-    splits,
-    q_len,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def join(tensors, heads, splits, q_len, meta):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len], a program for each row; SPLITS at a time."""
+    sums, maxima, totals, out, lse = tensors
     program = tl.program_id(0).to(tl.int64)
     head = program % heads
     query = program // heads % q_len
     batch = program // heads // q_len
-    first = (batch * (heads // GROUP) + head // GROUP) * splits
-    d = tl.arange(0, BLOCK_D)
+    first = (batch * (heads // meta.GROUP) + head // meta.GROUP) * splits
+    d = tl.arange(0, meta.BLOCK_D)
     most = tl.full([1], float("-inf"), tl.float32)
     total = tl.full([1], 0.0, tl.float32)
-    result = tl.full([BLOCK_D], 0.0, tl.float32)
+    result = tl.full([meta.BLOCK_D], 0.0, tl.float32)
     for n in range(0, splits, SPLITS):
         split = n + tl.arange(0, SPLITS)
-        at = (first + tl.minimum(split, splits - 1)) * ROWS + query * GROUP + head % GROUP
+        at = (first + tl.minimum(split, splits - 1)) * meta.ROWS + query * meta.GROUP + head % meta.GROUP
         maximum = tl.where(split < splits, tl.load(maxima + at), float("-inf"))
         new_most = tl.maximum(most, tl.max(maximum, 0))
         safe = tl.where(new_most == float("-inf"), 0.0, new_most)
         weight = tl.exp2(maximum - safe)
         shrink = tl.exp2(most - safe)
-        parts = tl.load(sums + at[:, None] * HEAD_DIM + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+        mask = (d < meta.HEAD_DIM)[None, :]
+        parts = tl.load(sums + at[:, None] * meta.HEAD_DIM + d[None, :], mask=mask, other=0.0)
         total = total * shrink + tl.sum(weight * tl.load(totals + at), 0)
         result = result * shrink + tl.sum(weight[:, None] * parts, 0)
         most = new_most
     has_keys = total > 0
     divisor = tl.where(has_keys, total, 1.0)
     result = tl.where(has_keys, result / divisor, 0.0).to(out.dtype.element_ty)
-    tl.store(out + program * HEAD_DIM + d, result, mask=d < HEAD_DIM)
+    tl.store(out + program * meta.HEAD_DIM + d, result, mask=d < meta.HEAD_DIM)
     result_lse = tl.where(has_keys, most * LN_2 + tl.log(divisor), float("-inf"))
     tl.store(lse + (batch * heads + head) * q_len + query + tl.arange(0, 1), result_lse)

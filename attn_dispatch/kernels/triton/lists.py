@@ -8,6 +8,8 @@ and last columns that some rows do not see. A tile's unused lanes repeat its las
 places, of which a program has ROWS. A tile's first pairs, phase 0, are weighted by multiplicity; in the others every
 query sees every key once. A short last tile repeats its last position. Results of repeated queries are not stored;
 repeated keys have multiplicity 0, and every pair with one is among the first pairs.
+
+`lists` and `meta` are those of `support`, `bounds` low and high, `lengths` q_len and k_len.
 """
 
 # Triton reads the annotations itself: no `from __future__ import annotations`.
@@ -26,7 +28,7 @@ PAIR = tl.constexpr(2)
 
 
 @triton.jit
-def program_place(first_tile, kind_of, heads, programs, together):
+def program_place(lists, heads, programs, together):
     """This program's batch row, head, the head's kind, tile, and the end of the head's tiles.
 
     Each head of a batch row has `programs` programs, as many as the most tiles of a head, and `together` of them take
@@ -38,30 +40,30 @@ def program_place(first_tile, kind_of, heads, programs, together):
     nth = program - first * programs
     batch = (first + nth % beside) // heads
     head = (first + nth % beside) % heads
-    kind = tl.load(kind_of + head)
+    kind = tl.load(lists.kind_of + head)
     tile = nth // beside
     end = programs
-    if first_tile is not None:
-        tile += tl.load(first_tile + kind)
-        end = tl.load(first_tile + kind + 1)
+    if lists.first_tile is not None:
+        tile += tl.load(lists.first_tile + kind)
+        end = tl.load(lists.first_tile + kind + 1)
     return batch.to(tl.int64), head.to(tl.int64), kind, tile, end
 
 
 @triton.jit
-def rows_of(tiles, row_pos, tile, row_len, MEMBERS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+def rows_of(lists, tile, row_len, MEMBERS: tl.constexpr, meta):
     """A tile's first and last row (of pairs the first place), all rows, which of them count, and its runs' first and
     end: of pairs one for each of MEMBERS query heads.
     """
-    lane = tl.arange(0, ROWS)
-    if TILE:
-        first = tile * ROWS
+    lane = tl.arange(0, meta.ROWS)
+    if meta.TILE:
+        first = tile * meta.ROWS
         last = first
         count = row_len - first
-        rows = tl.load(row_pos + first + lane)
+        rows = tl.load(lists.row_pos + first + lane)
         first_run = 0
         end_run = MEMBERS
     else:
-        at = tiles + tile * ENTRIES
+        at = lists.tiles + tile * ENTRIES
         first = tl.load(at)
         step = tl.load(at + 1)
         count = tl.load(at + 2)
@@ -73,26 +75,46 @@ def rows_of(tiles, row_pos, tile, row_len, MEMBERS: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def phases_of(
-    tiles, runs, run, kind, first, last, row_len, length, low, high, seq_lens, COLUMNS: tl.constexpr, TILE: tl.constexpr
-):
-    """A run's start and step, and in numbers of its columns, or of blocks of pairs, each phase's first and the end.
+def length_of(seq_lens, batch):
+    """A batch row's length; None without seq_lens."""
+    length = seq_lens
+    if seq_lens is not None:
+        length = tl.load(seq_lens + batch).to(tl.int32)
+    return length
 
-    Rows are positions `first` to `last`; with seq_lens, columns at and past `length` are left out.
+
+@triton.jit
+def mask_of(key_mask, batch, k_len):
+    """A batch row's first entry of key_mask; None without one."""
+    mask = key_mask
+    if key_mask is not None:
+        mask = key_mask + batch * k_len
+    return mask
+
+
+@triton.jit
+def phases_of(lists, run, kind, first, last, row_len, length, bounds, meta):
+    """A run's start, step and end, and the first of each phase and the end.
+
+    All but start and step are numbers of its columns, or of blocks of pairs.
+
+    Rows are positions `first` to `last`; columns at and past a `length` are left out.
     """
-    if TILE:
-        span = tiles + (kind.to(tl.int64) * ((row_len + TILE - 1) // TILE) + first // TILE) * SPAN
-        begin = tl.load(span) * (TILE // COLUMNS)
-        full = tl.load(span + 1) * (TILE // COLUMNS)
-        end = tl.load(span + 2) * (TILE // COLUMNS)
+    low, high = bounds
+    if meta.TILE:
+        tiles = (row_len + meta.TILE - 1) // meta.TILE
+        span = lists.tiles + (kind.to(tl.int64) * tiles + first // meta.TILE) * SPAN
+        begin = tl.load(span) * (meta.TILE // meta.COLUMNS)
+        full = tl.load(span + 1) * (meta.TILE // meta.COLUMNS)
+        end = tl.load(span + 2) * (meta.TILE // meta.COLUMNS)
         full_end = end
         start = begin
         step = begin
     else:
-        start = tl.load(runs + run * RUN)
-        step = tl.load(runs + run * RUN + 1)
-        end = tl.load(runs + run * RUN + 2)
-        if seq_lens is not None:
+        start = tl.load(lists.runs + run * RUN)
+        step = tl.load(lists.runs + run * RUN + 1)
+        end = tl.load(lists.runs + run * RUN + 2)
+        if length is not None:
             end = tl.minimum(end, tl.maximum(length - start + step - 1, 0) // step)
         count = end
         if high is not None:
@@ -103,86 +125,57 @@ def phases_of(
         if low is not None:
             begin = tl.minimum(tl.maximum(first + low - start + step - 1, 0) // step, end)
             full = tl.maximum(last + low - start + step - 1, 0) // step
-            full = begin + (tl.maximum(full - begin, 0) + COLUMNS - 1) // COLUMNS * COLUMNS
+            full = begin + (tl.maximum(full - begin, 0) + meta.COLUMNS - 1) // meta.COLUMNS * meta.COLUMNS
             count = tl.maximum(count - full, 0)
-        full_end = full + count // COLUMNS * COLUMNS
-    return start, step, begin, full, full_end, end
+        full_end = full + count // meta.COLUMNS * meta.COLUMNS
+    return (start, step, end), (begin, full, full_end, end)
 
 
 @triton.jit
-def member_of(runs, kind_of, run, kind, first_head, TILE: tl.constexpr):
+def member_of(lists, run, kind, first_head, meta):
     """Where rows are keys: a run's query head, of those from `first_head` on, and its kind."""
-    if TILE:
+    if meta.TILE:
         head = first_head + run
-        kind = tl.load(kind_of + head)
+        kind = tl.load(lists.kind_of + head)
     else:
-        head = first_head + tl.load(runs + run * RUN + 3)
+        head = first_head + tl.load(lists.runs + run * RUN + 3)
     return head, kind
 
 
 @triton.jit
-def span_of(begin, full, full_end, end, PHASE: tl.constexpr):
-    """A phase's first column and end."""
-    n_from = full
-    n_to = full_end
+def span_of(phases, PHASE: tl.constexpr):
+    """A phase's first column and end, of `phases_of`."""
+    end = phases[PHASE + 1]
     if PHASE == 0:
-        n_from = begin
-        n_to = tl.minimum(full, end)
-    if PHASE == 2:
-        n_from = full_end
-        n_to = end
-    return n_from, n_to
+        end = tl.minimum(end, phases[3])
+    return phases[PHASE], end
 
 
 @triton.jit
 def block_of(
-    runs,
-    start,
-    step,
-    n,
-    end,
-    first,
-    rows,
-    kind,
-    low,
-    high,
-    seq_lens,
-    length,
-    key_mask,
-    mask_at,
-    mask_n,
-    column_pos,
-    masks,
-    reach,
-    q_len,
-    k_len,
-    PHASE: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    AXES: tl.constexpr,
+    lists, run, n, first, rows, kind, bounds, length, mask, lengths, PHASE: tl.constexpr, KEYS: tl.constexpr, meta
 ):
     """A block's columns, which of them count [COLUMNS], and which each row sees and how often [ROWS or 1, COLUMNS].
 
-    KEYS: rows are keys, key_mask is None, and rows may see columns that do not count. In a run's outer phases columns
-    past the end repeat the last one.
+    KEYS: rows are keys, the mask is None, and rows may see columns that do not count. In a run's outer phases
+    columns past the end repeat the last one.
     """
-    lane = tl.arange(0, COLUMNS)
-    there = tl.full([COLUMNS], True, tl.int1)
-    visible = tl.full([1, COLUMNS], True, tl.int1)
-    times = tl.full([1, COLUMNS], 1.0, tl.float32)
-    if TILE:
-        listed = n // (TILE // COLUMNS)
-        tile = tl.load(runs + listed * PAIR)
-        lane += (n - listed * (TILE // COLUMNS)) * COLUMNS
-        columns = tl.load(column_pos + tile * TILE + lane)
+    low, high = bounds
+    lane = tl.arange(0, meta.COLUMNS)
+    there = tl.full([meta.COLUMNS], True, tl.int1)
+    visible = tl.full([1, meta.COLUMNS], True, tl.int1)
+    times = tl.full([1, meta.COLUMNS], 1.0, tl.float32)
+    if meta.TILE:
+        listed = n // (meta.TILE // meta.COLUMNS)
+        tile = tl.load(lists.runs + listed * PAIR)
+        lane += (n - listed * (meta.TILE // meta.COLUMNS)) * meta.COLUMNS
+        columns = tl.load(lists.column_pos + tile * meta.TILE + lane)
         if KEYS:
-            there = tile * TILE + lane < q_len
-        if seq_lens is not None:
+            there = tile * meta.TILE + lane < lengths[0]
+        if length is not None:
             there = there & (columns < length)
     else:
+        start, step, end = run
         lane += n
         if PHASE != 1:
             visible = (lane < end)[None, :]
@@ -192,67 +185,40 @@ def block_of(
             visible = visible & (columns[None, :] >= (rows + low)[:, None])
         if PHASE != 1 and high is not None:
             visible = visible & (columns[None, :] <= (rows + high)[:, None])
-    if key_mask is not None:
-        there = there & (tl.load(key_mask + mask_at + columns * mask_n) != 0)
+    if mask is not None:
+        there = there & (tl.load(mask + columns) != 0)
     if not KEYS:
         visible = visible & there[None, :]
-    if TILE > 0 and PHASE == 0:
-        q_tile, q_lane = first // TILE, (first % TILE + tl.arange(0, ROWS))[:, None]
+    if meta.TILE > 0 and PHASE == 0:
+        q_tile, q_lane = first // meta.TILE, (first % meta.TILE + tl.arange(0, meta.ROWS))[:, None]
         k_tile, k_lane = tile, lane[None, :]
         if KEYS:
             q_tile, q_lane, k_tile, k_lane = k_tile, k_lane, q_tile, q_lane
-        times = multiplicity(
-            masks,
-            reach,
-            tl.load(runs + listed * PAIR + 1),
-            kind,
-            q_tile,
-            q_lane,
-            k_tile,
-            k_lane,
-            q_len,
-            k_len,
-            TILE,
-            BRANCHES,
-            AXES,
-        )
+        number = tl.load(lists.runs + listed * PAIR + 1)
+        times = multiplicity(lists, number, kind, q_tile, q_lane, k_tile, k_lane, lengths, meta)
         times = tl.where(visible, times, 0.0)
         visible = times > 0
     return columns, there, visible, times
 
 
 @triton.jit
-def multiplicity(
-    masks,
-    reach,
-    mask,
-    kind,
-    q_tile,
-    q_lane,
-    k_tile,
-    k_lane,
-    q_len,
-    k_len,
-    TILE: tl.constexpr,
-    BRANCHES: tl.constexpr,
-    AXES: tl.constexpr,
-):
+def multiplicity(lists, mask, kind, q_tile, q_lane, k_tile, k_lane, lengths, meta):
     """How many times each query sees each key, float32: from `masks`, or if BRANCHES > 0 computed from `reach`.
 
     The lanes of queries and keys in their tiles are [rows, 1] and [1, columns], or vice versa.
     """
-    if BRANCHES == 0:
-        found = tl.load(masks + mask.to(tl.int64) * (TILE * TILE) + q_lane * TILE + k_lane)
+    if meta.BRANCHES == 0:
+        found = tl.load(lists.masks + mask.to(tl.int64) * (meta.TILE * meta.TILE) + q_lane * meta.TILE + k_lane)
     else:
         found = (q_lane + k_lane) * 0
-        queries = (q_len + TILE - 1) // TILE * TILE
-        places = 2 * queries + (k_len + TILE - 1) // TILE * TILE
-        for branch in tl.static_range(BRANCHES):
+        queries = (lengths[0] + meta.TILE - 1) // meta.TILE * meta.TILE
+        places = 2 * queries + (lengths[1] + meta.TILE - 1) // meta.TILE * meta.TILE
+        for branch in tl.static_range(meta.BRANCHES):
             sees = found >= 0
-            for axis in tl.static_range(AXES):
-                row = reach + ((kind.to(tl.int64) * BRANCHES + branch) * AXES + axis) * places
-                at = tl.load(row + 2 * queries + k_tile * TILE + k_lane)
-                sees = sees & (at >= tl.load(row + q_tile * TILE + q_lane))
-                sees = sees & (at <= tl.load(row + queries + q_tile * TILE + q_lane))
+            for axis in tl.static_range(meta.AXES):
+                row = lists.reach + ((kind.to(tl.int64) * meta.BRANCHES + branch) * meta.AXES + axis) * places
+                at = tl.load(row + 2 * queries + k_tile * meta.TILE + k_lane)
+                sees = sees & (at >= tl.load(row + q_tile * meta.TILE + q_lane))
+                sees = sees & (at <= tl.load(row + queries + q_tile * meta.TILE + q_lane))
             found += sees.to(tl.int32)
     return found.to(tl.float32)

@@ -1,6 +1,7 @@
 """Parts of all Triton kernels: rows and their products, the scale, a step of the online softmax, and results.
 
 A row has head_dim numbers: BLOCK_D first dims, and where REST_D is not 0 a rest. Both are powers of two (`parts_of`).
+Rows are a pair of both; without a rest the first dims stand for it, and the compiler drops what is not used.
 
 Importing this module imports triton.
 
@@ -19,12 +20,18 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def offsets(rows, stride, d, d_stride, WIDE: tl.constexpr):
+def head_of(x, strides, batch, head):
+    """The first element of a head, of x by its strides [batch, len, heads, head_dim]."""
+    return x + batch * strides[0] + head * strides[2]
+
+
+@triton.jit
+def offsets(rows, d, strides, meta):
     """Offsets [rows, head_dim] within a head; WIDE: 64-bit."""
-    if WIDE:
+    if meta.WIDE:
         rows = rows.to(tl.int64)
         d = d.to(tl.int64)
-    return (rows * stride)[:, None] + d * d_stride
+    return (rows * strides[1])[:, None] + d * strides[3]
 
 
 @triton.jit
@@ -38,77 +45,71 @@ def dims_of(FIRST: tl.constexpr, COUNT: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    x,
-    rows,
-    seen,
-    stride,
-    d_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Rows [rows, BLOCK_D] of a head and the rest of each [rows, REST_D], 0 where not `seen` [rows or 1, 1].
-
-    Without a rest, here and below, the first dims stand for it; the compiler drops what is not used.
-    """
-    d, valid = dims_of(0, BLOCK_D, HEAD_DIM)
-    found = tl.load(x + offsets(rows, stride, d, d_stride, WIDE), mask=seen & valid, other=0.0)
+def load_rows(x, rows, seen, strides, meta):
+    """Rows [rows, BLOCK_D and REST_D] of a head, 0 where not `seen` [rows or 1, 1]."""
+    d, valid = dims_of(0, meta.BLOCK_D, meta.HEAD_DIM)
+    found = tl.load(x + offsets(rows, d, strides, meta), mask=seen & valid, other=0.0)
     rest = found
-    if REST_D:
-        d, valid = dims_of(BLOCK_D, REST_D, HEAD_DIM)
-        rest = tl.load(x + offsets(rows, stride, d, d_stride, WIDE), mask=seen & valid, other=0.0)
+    if meta.REST_D:
+        d, valid = dims_of(meta.BLOCK_D, meta.REST_D, meta.HEAD_DIM)
+        rest = tl.load(x + offsets(rows, d, strides, meta), mask=seen & valid, other=0.0)
     return found, rest
 
 
 @triton.jit
-def store_rows(to, row_at, x, rest, stored, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr):
-    """Store rows, and the rest of each, at offsets `row_at` [rows, 1] where `stored` [rows]."""
-    d, valid = dims_of(0, BLOCK_D, HEAD_DIM)
-    tl.store(to + (row_at + d), x.to(to.dtype.element_ty), mask=stored[:, None] & valid)
-    if REST_D:
-        d, valid = dims_of(BLOCK_D, REST_D, HEAD_DIM)
-        tl.store(to + (row_at + d), rest.to(to.dtype.element_ty), mask=stored[:, None] & valid)
+def store_rows(to, row_at, x, stored, meta):
+    """Store rows at offsets `row_at` [rows, 1] where `stored` [rows]."""
+    d, valid = dims_of(0, meta.BLOCK_D, meta.HEAD_DIM)
+    tl.store(to + (row_at + d), x[0].to(to.dtype.element_ty), mask=stored[:, None] & valid)
+    if meta.REST_D:
+        d, valid = dims_of(meta.BLOCK_D, meta.REST_D, meta.HEAD_DIM)
+        tl.store(to + (row_at + d), x[1].to(to.dtype.element_ty), mask=stored[:, None] & valid)
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr):
-    """Sums [ROWS, BLOCK_D] and [ROWS, REST_D]."""
-    sums = tl.full([ROWS, BLOCK_D], 0.0, tl.float32)
+def zeros(meta):
+    """Sums of rows [ROWS, BLOCK_D and REST_D]."""
+    sums = tl.full([meta.ROWS, meta.BLOCK_D], 0.0, tl.float32)
     rest = sums
-    if REST_D:
-        rest = tl.full([ROWS, REST_D], 0.0, tl.float32)
+    if meta.REST_D:
+        rest = tl.full([meta.ROWS, meta.REST_D], 0.0, tl.float32)
     return sums, rest
 
 
 @triton.jit
-def scores(x, x_rest, y, y_rest, REST_D: tl.constexpr, PRECISION: tl.constexpr):
+def times_rows(x, factor, kept):
+    """Rows by a factor, 0 where not `kept` [rows]."""
+    return tl.where(kept[:, None], x[0] * factor, 0.0), tl.where(kept[:, None], x[1] * factor, 0.0)
+
+
+@triton.jit
+def scores(x, y, meta):
     """x @ y^T."""
-    found = tl.dot(x, tl.trans(y), input_precision=PRECISION)
-    if REST_D:
-        found = tl.dot(x_rest, tl.trans(y_rest), found, input_precision=PRECISION)
+    found = tl.dot(x[0], tl.trans(y[0]), input_precision=meta.PRECISION)
+    if meta.REST_D:
+        found = tl.dot(x[1], tl.trans(y[1]), found, input_precision=meta.PRECISION)
     return found
 
 
 @triton.jit
-def add_product(weights, x, x_rest, sums, sums_rest, REST_D: tl.constexpr, PRECISION: tl.constexpr):
+def add_product(weights, x, sums, meta):
     """sums + weights @ x."""
     # The rest first: the last one's shape decides how Triton divides a product among warps, and of a narrow one several
     # warps would compute the same.
-    if REST_D:
-        sums_rest = tl.dot(weights, x_rest, sums_rest, input_precision=PRECISION)
-    return tl.dot(weights, x, sums, input_precision=PRECISION), sums_rest
+    rest = sums[1]
+    if meta.REST_D:
+        rest = tl.dot(weights, x[1], rest, input_precision=meta.PRECISION)
+    return tl.dot(weights, x[0], sums[0], input_precision=meta.PRECISION), rest
 
 
 @triton.jit
-def fold_scale(x, rest, scale):
+def fold_scale(x, scale):
     """Rows with the scale's sign, and a positive slope in powers of two: `scale * x @ y` is `LN_2 * slope * found @ y`.
 
     The maximum of scores can so be taken before they are scaled, and the product with the slope is part of the
     exponential. For a scale of 0, x is 0 and the slope 1.
     """
-    return signed(x, scale), signed(rest, scale), tl.where(scale == 0, 1.0, tl.abs(scale) * LOG2_E)
+    return (signed(x[0], scale), signed(x[1], scale)), tl.where(scale == 0, 1.0, tl.abs(scale) * LOG2_E)
 
 
 @triton.jit
@@ -118,49 +119,25 @@ def signed(x, scale):
 
 
 @triton.jit
-def forward_step(
-    query,
-    query_rest,
-    k_head,
-    v_head,
-    columns,
-    there,
-    visible,
-    times,
-    slope,
-    row_max,
-    total,
-    sums,
-    sums_rest,
-    k_n,
-    k_d,
-    v_n,
-    v_d,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The online softmax after a block of keys: each row's maximum, scaled by the slope, and its sums.
+def forward_step(query, k_head, k_by, v_head, v_by, block, slope, row_max, total, sums, meta):
+    """The online softmax after a block of keys (see `lists.block_of`).
 
-    See `lists.block_of` for columns, there, visible and times.
+    Returns each row's maximum, scaled by the slope, and its sums.
     """
-    every = tl.full([1, 1], True, tl.int1)
-    key, key_rest = load_rows(k_head, columns, every, k_n, k_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-    s = tl.where(visible, scores(query, query_rest, key, key_rest, REST_D, PRECISION), float("-inf"))
+    columns, there, visible, times = block
+    key = load_rows(k_head, columns, tl.full([1, 1], True, tl.int1), k_by, meta)
+    s = tl.where(visible, scores(query, key, meta), float("-inf"))
     new_max = tl.maximum(row_max, tl.max(s, 1) * slope)
     # For rows without a key so far -inf - -inf would be NaN.
     safe = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(s * slope - safe[:, None]) * times
     shrink = tl.exp2(row_max - safe)
     total = total * shrink + tl.sum(p, 1)
-    value, value_rest = load_rows(v_head, columns, there[:, None], v_n, v_d, HEAD_DIM, BLOCK_D, REST_D, WIDE)
-    sums = sums * shrink[:, None]
-    if REST_D:
-        sums_rest = sums_rest * shrink[:, None]
-    sums, sums_rest = add_product(p.to(value.dtype), value, value_rest, sums, sums_rest, REST_D, PRECISION)
-    return new_max, total, sums, sums_rest
+    value = load_rows(v_head, columns, there[:, None], v_by, meta)
+    rest = sums[1]
+    if meta.REST_D:
+        rest = rest * shrink[:, None]
+    return new_max, total, add_product(p.to(value[0].dtype), value, (sums[0] * shrink[:, None], rest), meta)
 
 
 @triton.jit
@@ -170,62 +147,19 @@ def weights(exponent):
 
 
 @triton.jit
-def store_forward(
-    out,
-    lse,
-    sums,
-    rest,
-    total,
-    row_max,
-    has_keys,
-    batch,
-    head,
-    rows,
-    stored,
-    heads,
-    q_len,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-):
-    """Store out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; zeros and -inf for rows without keys."""
-    divisor = tl.where(has_keys, total, 1.0)
-    sums = tl.where(has_keys[:, None], sums / divisor[:, None], 0.0)
-    rest = tl.where(has_keys[:, None], rest / divisor[:, None], 0.0)
-    row_at = ((batch * q_len + rows) * heads + head)[:, None] * HEAD_DIM
-    store_rows(out, row_at, sums, rest, stored, HEAD_DIM, BLOCK_D, REST_D)
-    result_lse = tl.where(has_keys, row_max * LN_2 + tl.log(divisor), float("-inf"))
-    tl.store(lse + (batch * heads + head) * q_len + rows, result_lse, mask=stored)
-
-
-@triton.jit
-def row_sums(
-    out,
-    d_out,
-    d_out_rest,
-    lse,
-    grad_lse,
-    scaled_lse,
-    delta,
-    row_at,
-    scalar_at,
-    stored,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    REST_D: tl.constexpr,
-):
+def row_sums(out, d_out, lse, grad_lse, scaled_lse, delta, row_at, scalar_at, stored, meta):
     """lse in powers of two, inf for rows without keys, and `rowsum(grad * out) - grad_lse`; both are also stored.
 
     With lse inf a weight `exp2(s - lse)` is 0.
     """
     row_lse = tl.load(lse + scalar_at)
     has_keys = row_lse > float("-inf")
-    d, valid = dims_of(0, BLOCK_D, HEAD_DIM)
-    row_delta = tl.sum(d_out.to(tl.float32) * tl.load(out + (row_at + d), mask=valid, other=0.0).to(tl.float32), 1)
-    if REST_D:
-        d, valid = dims_of(BLOCK_D, REST_D, HEAD_DIM)
+    d, valid = dims_of(0, meta.BLOCK_D, meta.HEAD_DIM)
+    row_delta = tl.sum(d_out[0].to(tl.float32) * tl.load(out + (row_at + d), mask=valid, other=0.0).to(tl.float32), 1)
+    if meta.REST_D:
+        d, valid = dims_of(meta.BLOCK_D, meta.REST_D, meta.HEAD_DIM)
         rest = tl.load(out + (row_at + d), mask=valid, other=0.0)
-        row_delta += tl.sum(d_out_rest.to(tl.float32) * rest.to(tl.float32), 1)
+        row_delta += tl.sum(d_out[1].to(tl.float32) * rest.to(tl.float32), 1)
     if grad_lse is not None:
         row_delta -= tl.load(grad_lse + scalar_at)
     row_delta = tl.where(has_keys, row_delta, 0.0)

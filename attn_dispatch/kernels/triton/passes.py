@@ -16,8 +16,8 @@ from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.kernels.hidden import may_hide
 from attn_dispatch.kernels.triton.blocks import BlockConfig, parts_of, precision
 from attn_dispatch.kernels.triton.support import (
-    FUSED,
     Launch,
+    Meta,
     TritonKernel,
     as_float32,
     grad_or_zeros,
@@ -32,20 +32,32 @@ MOST_KEPT = 2**20  #: bytes of lists that a function keeps; thousands may be ali
 ALIGNMENT = 16  #: bytes; Triton compiles for addresses that are multiples, and for others
 
 
+class Tables(NamedTuple):
+    """The tensors of lists of either kind, None where a kind has none (see `lists`)."""
+
+    tiles: Tensor
+    runs: Tensor
+    first_tile: Tensor | None
+    kind_of: Tensor
+    row_pos: Tensor | None = None
+    column_pos: Tensor | None = None
+    masks: Tensor | None = None
+    reach: Tensor | None = None
+
+
 class Lists(NamedTuple):
     """What a launch depends on by its lists of either kind (see `lists`).
 
     Args:
         programs: of each head of a batch row.
         together: heads that take turns, at most.
-        tensors: tiles, runs, first_tile, kind_of, row_pos, column_pos, masks, reach.
         low, high: bounds of a row's columns.
         tile: places of a tile; 0: the lists are runs.
     """
 
     programs: int
     together: int
-    tensors: tuple[Tensor | None, ...]
+    tables: Tables
     low: int | None = None
     high: int | None = None
     tile: int = 0
@@ -80,7 +92,8 @@ class TritonPasses:
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         if not self.every_query:
             lse.fill_(-math.inf)
-        self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[0], (q, k, v, out, lse), (q, k, v))
+        tensors = (q, k, v, out, lse, self.seq_lens, self.key_mask)
+        self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[0], tensors, (q, k, v))
         return out, lse
 
     def backward(
@@ -93,11 +106,10 @@ class TritonPasses:
         new = torch.empty if self.every_key else torch.zeros
         dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
-        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq)
+        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq, self.seq_lens, self.key_mask)
         self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[1], tensors, strided)
-        self.launch_as_known(
-            TritonPasses.launch_on_lists, self.kernels[2], (q, k, v, grad, scaled_lse, delta, dk, dv), strided
-        )
+        of_keys = (q, k, v, grad, scaled_lse, delta, dk, dv, self.seq_lens, self.key_mask)
+        self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[2], of_keys, strided)
         return dq, dk, dv
 
     def launch_as_known(
@@ -121,7 +133,7 @@ class TritonPasses:
         key = (kernel, *[x.stride() for x in strided], address % ALIGNMENT == 0, missing)
         again = self.known.get(key)
         if again is not None and not capturing(self.problem.device):  # a graph has to keep what the launch reads
-            again(*tensors)
+            again(tensors)
         else:
             self.known[key] = launch(self, kernel, tensors, strided).again()
 
@@ -129,19 +141,16 @@ class TritonPasses:
         self, each: TritonKernel, tensors: Sequence[Tensor | None], strided: Sequence[Tensor]
     ) -> Launch:
         """Launch a kernel in the first block whose resources fit."""
-        problem, mask, (block_d, rest_d) = self.problem, self.key_mask, parts_of(self.problem.head_dim)
+        problem, (block_d, rest_d) = self.problem, parts_of(self.problem.head_dim)
         heads = problem.heads if each.side == "queries" else problem.kv_heads
 
         def start(block: BlockConfig) -> Launch:
             lists = self.lists(each, block)
-            reach = lists.tensors[-1]
+            reach = lists.tables.reach
             branches, axes = (0, 0) if reach is None else reach.shape[1:3]
             others = (
-                self.seq_lens,
-                mask,
-                *lists.tensors,
-                *(stride for x in strided for stride in x.stride()),
-                *((0, 0) if mask is None else mask.stride()),
+                lists.tables,
+                *(x.stride() for x in strided),
                 heads,
                 lists.programs,
                 min(lists.together, problem.batch * heads),
@@ -151,12 +160,7 @@ class TritonPasses:
                 lists.high,
                 as_float32(problem.scale),
             )
-            return launch(
-                each.load(),
-                lists.programs * heads * problem.batch,
-                problem.device,
-                tensors,
-                others,
+            meta = Meta(
                 GROUP=problem.heads // problem.kv_heads,
                 HEAD_DIM=problem.head_dim,
                 BLOCK_D=block_d,
@@ -168,10 +172,9 @@ class TritonPasses:
                 AXES=axes,
                 PRECISION=precision(problem),
                 WIDE=needs_wide_offsets(strided),
-                num_warps=block.warps,
-                num_stages=block.stages,
-                **FUSED,
             )
+            programs, options = lists.programs * heads * problem.batch, (block.warps, block.stages)
+            return launch(each.load(), programs, problem.device, tensors, others, meta, *options)
 
         return in_fitting_block(each, problem, self.blocks(each), start)
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from attn_dispatch import process_state
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
@@ -37,6 +38,7 @@ from attn_dispatch.kernels.triton.blocks import (
 )
 from attn_dispatch.kernels.triton.work_list import Side
 from attn_dispatch.log import logger
+from attn_dispatch.machine.environment import installed
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 
@@ -46,6 +48,7 @@ LIMITS = Limits(
 )
 #: Without bfloat16: the interpreter uses numpy, which lacks it.
 INTERPRETED = LIMITS._replace(device="cpu", dtypes=dict.fromkeys((torch.float16, torch.float32), ANY))
+OLDEST = "3.4"  #: version of Triton, the first whose kernels unpack tuples with None
 COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
@@ -109,12 +112,20 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def missing() -> str:
+    """Why there is no Triton to use; empty if there is."""
+    has = installed("triton")
+    if find_spec("triton") is None:
+        return "package triton is not installed (pip install 'attn-dispatch[triton]')"
+    old = has is not None and TorchVersion(has) < OLDEST
+    return f"package triton is {has}, needs {OLDEST} or newer, which torch 2.8 and newer bring" if old else ""
+
+
 def refusals(problem: Problem, patterns: tuple[type[Pattern], ...]) -> list[Refusal]:
     """The refusals common to all Triton backends."""
     limits = INTERPRETED if problem.device.type == "cpu" and interpreting() else LIMITS
     found = limits.refusals(problem) + refuse_pattern(problem, patterns)
-    if find_spec("triton") is None:
-        found.append(Refusal("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')"))
+    found += [Refusal("not_installed", why)] if (why := missing()) else []
     positions = problem.q_len + problem.k_len
     if positions > POSITION_LIMIT:
         found.append(Refusal("length", f"counts up to {POSITION_LIMIT} queries and keys, not {positions}"))
@@ -153,8 +164,34 @@ def grad_or_zeros(grad: Tensor | None, out: Tensor) -> Tensor:
     return grad.resolve_neg()
 
 
+class Meta(NamedTuple):
+    """What a kernel is compiled for, each a `tl.constexpr` in the kernel (see `lists` and `parts`).
+
+    Args:
+        GROUP: query heads that share a key head.
+        BLOCK_D, REST_D: `parts_of` HEAD_DIM.
+        ROWS, COLUMNS: of a block.
+        TILE: places of a tile; 0: lists are runs.
+        BRANCHES, AXES: of `reach`.
+        PRECISION: of products.
+        WIDE: offsets within a head need 64 bits.
+    """
+
+    GROUP: int
+    HEAD_DIM: int
+    BLOCK_D: int
+    REST_D: int
+    ROWS: int
+    COLUMNS: int = 0
+    TILE: int = 0
+    BRANCHES: int = 0
+    AXES: int = 0
+    PRECISION: str = "ieee"
+    WIDE: bool = False
+
+
 class Launch(NamedTuple):
-    """A launch of a kernel, with `others` and `constants` after the first `tensors`.
+    """A launch of a kernel on a tuple of tensors, with `others` and `options` after it.
 
     `compiled` is Triton's kernel for these arguments, None where there was nothing to compute.
     """
@@ -163,41 +200,43 @@ class Launch(NamedTuple):
     compiled: Any
     programs: int
     device: torch.device
-    tensors: int
     others: tuple[Any, ...]
-    constants: dict[str, Any]
+    options: dict[str, Any]
 
     def again(self) -> Callable[..., object]:
         """A function that makes the launch on other tensors, without Triton's look-ups: of the same shapes, strides and
         dtypes, as aligned, on the same device.
         """
         if self.compiled is None:
-            return lambda *tensors: None
+            return lambda tensors: None
 
-        def as_before(*tensors: Tensor | None) -> object:
-            return self.kernel[(self.programs,)](*tensors, *self.others, **self.constants)
+        def as_before(tensors: Sequence[Tensor | None]) -> object:
+            return self.kernel[(self.programs,)](tensors, *self.others, **self.options)
 
-        if find_spec("triton.knobs") is None:  # before Triton 3.4 the launcher takes other arguments
-            return as_before
-        names = self.kernel.arg_names[self.tensors :]
-        given = dict(zip(names, self.others)) | self.constants
-        tail = [x.data_ptr() if isinstance(x, Tensor) else x for x in (given[name] for name in names)]
+        tail = _addresses(self.others)
         runtime: Any = import_module("triton.knobs").runtime
         active: Any = import_module("triton.runtime.driver").driver.active
         stream_of, current = active.get_current_stream, active.get_current_device
         several = torch.cuda.device_count() > 1
         kernel, launch, programs, at = self.compiled, self.compiled.run, self.programs, self.device.index
 
-        def launch_again(*tensors: Tensor | None) -> None:
+        def launch_again(tensors: Sequence[Tensor | None]) -> None:
             hook = runtime.launch_enter_hook
             if getattr(hook, "calls", hook) or (several and current() != at):  # a profiler listens
                 with torch.cuda.device(self.device):  # self keeps the tensors of `tail`, too
-                    as_before(*tensors)
+                    as_before(tensors)
             else:
                 start = programs, 1, 1, stream_of(at), kernel.function, kernel.packed_metadata
-                launch(*start, None, None, None, *tensors, *tail)
+                launch(*start, None, None, None, tensors, *tail)
 
         return launch_again
+
+
+def _addresses(given: Any) -> Any:
+    """The arguments, with an address for each tensor, which Triton's launcher reads faster."""
+    if isinstance(given, tuple):
+        return tuple(map(_addresses, given))
+    return given.data_ptr() if isinstance(given, Tensor) else given
 
 
 def launch(
@@ -206,12 +245,16 @@ def launch(
     device: torch.device,
     tensors: Sequence[Tensor | None],
     others: tuple[Any, ...],
-    **constants: Any,
+    meta: Meta,
+    warps: int,
+    stages: int = 3,
 ) -> Launch:
     """Launch a kernel; `programs`: their number, which may be 0."""
+    others = (*others, Meta(*map(import_module("triton.language").constexpr, meta)))
+    options = {"num_warps": warps, "num_stages": stages, **FUSED}
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compiled = kernel[(programs,)](*tensors, *others, **constants) if programs else None
-        return Launch(kernel, compiled, programs, device, len(tensors), others, constants)
+        compiled = kernel[(programs,)](tensors, *others, **options) if programs else None
+        return Launch(kernel, compiled, programs, device, others, options)
 
 
 def in_fitting_block(
@@ -238,11 +281,8 @@ def needs_wide_offsets(tensors: Sequence[Tensor]) -> bool:
 
 
 def mask_bytes(key_mask: Tensor | None) -> Tensor | None:
-    """The mask as kernels read it, uint8; a copy where offsets within a row need 64 bits."""
-    if key_mask is None:
-        return None
-    near = (key_mask.shape[1] - 1) * key_mask.stride(1) < OFFSET_LIMIT
-    return (key_mask if near else key_mask.contiguous()).view(torch.uint8)
+    """The mask as kernels read it, uint8 and contiguous."""
+    return None if key_mask is None else key_mask.contiguous().view(torch.uint8)
 
 
 def masks_of(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
