@@ -273,7 +273,7 @@ _on_device = DeviceCache(_work_of)
 
 
 def _passes_of(problem: Problem, lengths: tuple[int, ...]) -> TritonPasses:
-    """The passes for packed rows, with all lists: what is made in a backward pass would wait for the device there."""
+    """The passes for packed rows, with all lists: one made in a backward pass would wait for the device there."""
     found = _passes(problem, known={} if problem.device.type == "cuda" else None, lengths=lengths)
     found = replace(found, lists=cache(found.lists))
     for each in kernels_for(problem):

@@ -227,7 +227,7 @@ def _usual(problem: Problem, given: Documents) -> Problem | None:
 
 def _choice(problem: Problem, chosen: tuple[Any, Any], rows: tuple[Row, ...] = ()) -> tuple[str, str] | None:
     """The candidate that takes all documents: the chosen one, else the fastest of `rows` if it takes at most
-    `MOST_SLOWER` times as long: others copy tensors by length, and back, and are called for each. None: there is none.
+    `MOST_SLOWER` times as long: others copy tensors by length, and back, and are called for each. None: none does.
     """
     timed = {row.id: row.median_ms for row in rows if row.status in TIMED and row.median_ms is not None}
     most = MOST_SLOWER * timed.get(chosen, 0.0)
