@@ -5,9 +5,6 @@ In a process of its own: where there is no GPU, conftest.py has given the kernel
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -22,6 +19,7 @@ from attn_dispatch.kernels.triton.blocks import HALF, WGMMA
 from attn_dispatch.kernels.triton.support import TritonKernel, shared_bytes
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.testing.cases import Case
+from tests.support.processes import printed
 
 compiled = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -33,10 +31,7 @@ LISTS = {"tiles", "runs", "first_tile", "kind_of", "row_pos", "column_pos", "mas
 
 def run_alone(code: str, cache: Path) -> None:
     """Run `code`, which calls `compile_for`, with an empty folder of Triton's for its cache."""
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    env = os.environ | {"TRITON_CACHE_DIR": str(cache)}
-    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert found.returncode == 0, found.stderr
+    printed("-W", "ignore", "-c", code, TRITON_CACHE_DIR=str(cache))
 
 
 def compile_for(each: TritonKernel, capability: int, lists: Mapping[str, str], more: Mapping[str, Any]) -> None:
