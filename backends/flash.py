@@ -22,6 +22,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches import flash4
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
@@ -213,7 +214,7 @@ BACKEND = Branched(
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.partial
-shares_builds = True
+shares_builds = specialized_trains = True
 score_terms = ("softcap",)
 
 
@@ -233,6 +234,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
 
 def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
+) -> Callable[..., Result] | None:
     """As of `Branched`; none where the first call is to compile, which `run` notes."""
     return None if first_call_ms(problem) else BACKEND.specialized(problem, q, k, v, heads_first=heads_first)

@@ -32,4 +32,4 @@ def traceable(problem: Problem) -> bool:
 
 name, version, refusals = BACKEND.name, BACKEND.version, BACKEND.refusals
 flops, workspace_bytes, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.partial
-run, specialized = BACKEND.run, BACKEND.specialized
+run, specialized, specialized_trains = BACKEND.run, BACKEND.specialized, True

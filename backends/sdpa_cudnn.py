@@ -94,4 +94,4 @@ BACKEND = Branched("sdpa_cudnn", (Variant(LIMITS, lambda problem: Cudnn()),), ve
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run
-specialized = BACKEND.specialized
+specialized, specialized_trains = BACKEND.specialized, True

@@ -21,3 +21,4 @@ BACKEND = Branched("sdpa_efficient", (Variant(CUDA_EFFICIENT, lambda problem: Cu
 
 name, version, refusals = BACKEND.name, BACKEND.version, BACKEND.refusals
 flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run
+specialized, specialized_trains = BACKEND.specialized, True

@@ -119,4 +119,4 @@ BACKEND = Branched(
 
 name, refusals = BACKEND.name, BACKEND.refusals
 flops, workspace_bytes = BACKEND.flops, BACKEND.workspace_bytes
-run, specialized = BACKEND.run, BACKEND.specialized
+run, specialized, specialized_trains = BACKEND.run, BACKEND.specialized, True

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
@@ -83,14 +84,15 @@ class Kernel:
 
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
     takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
-    `tokens_first`: its op takes [batch, len, heads, head_dim].
+    `tokens_first`: its op takes [batch, len, heads, head_dim]. `differentiates`: autograd has a formula for its op,
+    which gives the bits of `backward` sooner.
     """
 
     grouped = False
     masks = False
     takes_grad_lse = False
     allocates = reads_vectors = True
-    tokens_first = False
+    tokens_first = differentiates = False
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         """out like q, or in `sum_dtype`, and lse [batch, heads, q_len].
@@ -117,7 +119,7 @@ class Kernel:
 
     def specialized(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, heads_first: bool
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    ) -> Callable[..., Result] | None:
         """A function of tensors like q, k and v, and the problem; None: there is none. See `contract.Backend`."""
         call = self.bound(is_causal, scale)
         if call is None or any(x.stride(-1) != 1 for x in (q, k, v)):
@@ -128,15 +130,15 @@ class Kernel:
         turned = heads_first == self.tokens_first
         batch, heads, rows = (q if heads_first else q.transpose(1, 2)).shape[:3]
 
-        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
             if vectors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES:
                 q, k, v = map(vector_aligned, (q, k, v))
             if turned:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             out, lse, *_ = call(q, k, v)
-            if problem.return_lse:  # some add an axis, or rows
-                lse = lse.reshape(batch, heads, -1)[:, :, :rows]
-            return out.transpose(1, 2) if turned else out, lse
+            out = out.transpose(1, 2) if turned else out
+            # Some add an axis to lse, or rows.
+            return (out, lse.reshape(batch, heads, -1)[:, :, :rows]) if problem.return_lse else out
 
         return run
 
@@ -171,6 +173,7 @@ class CudaFlash(Kernel):
     """`_scaled_dot_product_flash_attention`: float16 and bfloat16, capability 8.0 and newer, no mask."""
 
     grouped = torch.version.hip is None  # by flash_api.cpp of CUDA builds
+    differentiates = True
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_flash_attention")
@@ -196,7 +199,7 @@ class CudaFlash(Kernel):
 class CudaEfficient(Kernel):
     """`_scaled_dot_product_efficient_attention`: float16, bfloat16, float32; takes a mask in the dtype of q."""
 
-    masks = True
+    masks = differentiates = True
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_efficient_attention")

@@ -41,6 +41,7 @@ class Limits(NamedTuple):
         head_dim: the largest, in elements.
         least_head_dim: the smallest.
         gap: head_dims without a backward pass on some devices.
+        backward_multiple: of which head_dims of a backward pass are multiples.
         grad_lse: whether its backward pass takes a gradient of lse; others need one more column of head_dim.
         repeatable_head_dim: the largest with a bitwise deterministic backward pass; 0: none.
         masks: whether it supports `seq_lens` and `key_mask`.
@@ -59,6 +60,7 @@ class Limits(NamedTuple):
     head_dim: int | None = None
     least_head_dim: int = 1
     gap: Gap | None = None
+    backward_multiple: int = 1
     grad_lse: bool = False
     repeatable_head_dim: int | None = None
     masks: bool = False
@@ -136,6 +138,11 @@ class Limits(NamedTuple):
         more = ", and one more for the gradient of lse" if self._column(problem) else ""
         if self.head_dim is not None and problem.head_dim + self._column(problem) > self.head_dim:
             return [Refusal("head_dim", f"takes a head_dim up to {self.head_dim}, not {problem.head_dim}{more}")]
+        if problem.needs_grad and (problem.head_dim + self._column(problem)) % self.backward_multiple:
+            text = (
+                f"has a backward pass for multiples of {self.backward_multiple}, not a head_dim of {problem.head_dim}"
+            )
+            return [Refusal("head_dim", text + more)]
         return self._in_gap(problem, more)
 
     def _column(self, problem: Problem) -> int:

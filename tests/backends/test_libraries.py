@@ -110,14 +110,15 @@ def _replace_ops(module: Any, ops: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 def on_cpu(variant: Variant) -> Branched:
     """A backend of one kernel on the CPU, for any dtype."""
-    limits = variant.limits._replace(device="cpu", dtypes=dict.fromkeys(DTYPES, ANY), platforms=())
+    limits = variant.limits._replace(device="cpu", dtypes=dict.fromkeys(DTYPES, ANY), platforms=(), backward_multiple=1)
     return Branched("adapter", (variant._replace(limits=limits),))
 
 
 def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> None:
-    backend, problem = on_cpu(ADAPTERS[adapter]), case.problem(dtype, needs_grad=needs_grad)
-    if not backend.refusals(problem):
-        assert gate(problem).check(gate(problem).run(backend)).failures == ()
+    backend, asked = on_cpu(ADAPTERS[adapter]), case.problem(dtype, needs_grad=needs_grad)
+    for problem in (asked, replace(asked, return_lse=False)):
+        if not backend.refusals(problem):
+            assert gate(problem).check(gate(problem).run(backend)).failures == ()
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
@@ -250,7 +251,7 @@ def test_the_newest_generation_that_fits(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr("sys.platform", "linux")
-    problem = CHOSEN[0].problem(torch.bfloat16, needs_grad=True, device="cuda:0")
+    problem = replace(CHOSEN[0].problem(torch.bfloat16, needs_grad=True, device="cuda:0"), head_dim=64)
     assert flash.refusals(problem) == []
     kernel, _, scratch = branched._prepared(flash.BACKEND, problem)
     assert type(kernel).__name__ == expected
@@ -343,6 +344,10 @@ def test_what_flash_4_takes(flash4: Callable[..., list[str]]) -> None:
     for capability in ((9, 0), (10, 0), (11, 0), (12, 0), (12, 1)):  # no column for the gradient of lse
         assert flash4(capability, window, 128, return_lse=True) == []
     assert flash4((9, 0), window, 256, return_lse=True) == []
+    assert "flash-attn 4 on Hopper: has a backward pass for multiples of 32, not a head_dim of 80" in (
+        flash4((9, 0), causal, 80)
+    )
+    assert flash4((9, 0), causal, 80, needs_grad=False) == flash4((10, 0), causal, 80) == []
     assert flash4((10, 0), causal, 256, return_lse=False, deterministic=True) == []
     assert flash4((10, 0), causal, 136, return_lse=False) != []
     assert flash4((10, 0), causal, 256, return_lse=True) != []

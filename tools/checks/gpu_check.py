@@ -1,17 +1,19 @@
 """All checks that need a CUDA device, in one run: rates, results, block sizes, CUDA graphs, decisions and tests.
 
-    python -m tools.checks.gpu_check --output FOLDER [--minutes 9] [--only STEP...] [--dry-run]
+    python -m tools.checks.gpu_check --output FOLDER [--minutes 9] [--only STEP...] [--backends NAME...]
+        [--dry-run]
 
 Needs, besides a PyTorch with CUDA and Triton: msgspec and platformdirs, which images with PyTorch often lack (carry
 their wheels), and for the last step pytest, pytest-xdist and hypothesis. The steps, in their order, are modules in
 tools/checks/gpu:
 
     device       hardware, versions, clocks; rates of copying and of matrix products
+    edges        ranks on one device, graphs that outlive trials, streams, strides of masks, documents
     smoke        each backend and dtype against float64, in a process of its own
-    blocks       every block size of Triton's kernels
-    graphs       attend() in CUDA graphs; times on the host
-    decisions    trials, and a profile <silicon>.json that can be shipped
     conformance  the tests marked `cuda`
+    graphs       attend() in CUDA graphs; times on the host; decoding
+    decisions    trials, and a profile <silicon>.json that can be shipped
+    blocks       every block size of Triton's kernels
 
 Each writes FOLDER/STEP.json after every item, so that a run that is ended keeps what it has. A step may take its part
 of the time that is left. --dry-run runs all of it on a CPU, with tiny problems and without CUDA; it writes to a
@@ -42,7 +44,7 @@ TAKES = "9 min"  #: unless --minutes says otherwise
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results" / "gpu"
 #: The steps in their order, and the seconds of each in a run of nine minutes; unused ones go to later steps.
-STEPS = {"device": 20, "smoke": 85, "blocks": 160, "graphs": 55, "decisions": 110, "conformance": 65}
+STEPS = {"device": 15, "edges": 70, "smoke": 80, "conformance": 60, "graphs": 60, "decisions": 150, "blocks": 100}
 #: Of every step's summary, and what they are called in the table.
 COUNTS = {"items": "items", "failed": "failed", "left_out": "left out", "took_s": "s"}
 WIDEST = 240  #: characters of a line on the terminal
@@ -100,10 +102,17 @@ def run_step(
     while (phase := step.phase(number, results.rows, setup)) is not None:
         now = time.monotonic()
         before = len(results.rows)
+        if setup.backends:
+            phase = phase._replace(groups=[part for group in phase.groups if (part := chosen(group, setup.backends))])
         run_phase(phase, command_of(name, setup), now + (end - now) * phase.share, environment, results)
         left_out += max(0, sum(map(len, phase.groups)) - (len(results.rows) - before))
         number += 1
     return results.end(left_out)
+
+
+def chosen(group: list[Item], backends: Sequence[str]) -> list[Item]:
+    """The items of these backends, and those of none."""
+    return [item for item in group if item.get("backend") in (None, *backends)]
 
 
 def run_phase(phase: Phase, command: Sequence[str], end: float, environment: dict[str, str], results: Results) -> None:
@@ -142,6 +151,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument("--output", type=Path, help="folder of results (default: tools/results/gpu)")
     options.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: 9)")
     options.add_argument("--only", nargs="+", choices=list(STEPS), metavar="STEP", help="some of the steps")
+    options.add_argument(
+        "--backends", nargs="+", default=[], metavar="NAME", help="some of the backends (default: all)"
+    )
     options.add_argument("--dry-run", action="store_true", help="tiny problems on the CPU")
     given = options.parse_args(arguments)
     if not given.minutes > 0:
@@ -171,7 +183,7 @@ def main() -> None:
         sys.exit("there is no CUDA device: nothing was checked (--dry-run checks this program on a CPU)")
     device = "cpu" if given.dry_run else "cuda:0"
     head = {"silicon": silicon(device), "provenance": provenance(torch.device(device))}
-    setup = Setup(str(given.output.resolve()), given.dry_run, hardware().cpu.cores)
+    setup = Setup(str(given.output.resolve()), given.dry_run, hardware().cpu.cores, given.backends)
     steps = [name for name in STEPS if given.only is None or name in given.only]
     refuse_other_machines(given.output, steps, silicon(device))
     summaries = {}

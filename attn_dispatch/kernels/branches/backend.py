@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import Passes, differentiable
+from attn_dispatch.kernels.autograd import Passes, differentiable, is_result_known
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import BranchPlan, plan_of
-from attn_dispatch.kernels.contract import Backend, Refusal, refuse_pattern, refuse_sinks
+from attn_dispatch.kernels.contract import Backend, Refusal, Result, refuse_pattern, refuse_sinks
 from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.limits import Limits
 from attn_dispatch.machine.environment import installed
@@ -194,19 +194,26 @@ class Branched(Backend):
 
     def specialized(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
-    ) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    ) -> Callable[..., Result] | None:
         """One call of an operator, else the passes of all calls alike (see `contract.Backend`)."""
         kernel, plan, _ = _prepared(self, problem)
         if problem.scale <= 0:
             return None
-        if plan.single is not None and not problem.needs_grad:
-            return kernel.specialized(q, k, v, plan.single.is_causal, problem.scale, heads_first)
+        alone, trains = plan.single is not None, problem.needs_grad
+        call = kernel.specialized(q, k, v, plan.single.is_causal, problem.scale, heads_first) if plan.single else None
+        if alone and not trains:
+            return call
         passes = branches.passes(problem, plan, kernel, {})
         if heads_first or not isinstance(passes, branches.BranchPasses):  # a CUDA graph may need what hides keys
             return None
-        return lambda q, k, v, problem: (
-            differentiable(q, k, v, passes) if problem.needs_grad else passes.forward(q, k, v)
-        )
+        by_operator = None if problem.return_lse or problem.deterministic or not kernel.differentiates else call
+
+        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
+            if by_operator is not None and not is_result_known():
+                return by_operator(q, k, v, problem)
+            return differentiable(q, k, v, passes) if trains else passes.forward(q, k, v)
+
+        return run
 
 
 @lru_cache(maxsize=4096)

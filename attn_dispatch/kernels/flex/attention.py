@@ -38,6 +38,7 @@ from attn_dispatch.text import gib
 BLOCK = 128  #: tokens per side of a block; every kernel configuration divides it
 TABLE_LIMIT = 2**30  #: bytes of block tables in the cache
 MAX_COMPILED = 64  #: compiled problems in the cache
+MOST_DECODED = 64  #: queries by heads that share keys, up to which PyTorch's kernel for few queries is asked
 SPLITS = 1024  #: the most parts that the keys are split into for few queries, to use a whole GPU
 
 #: False only in tests: the same functions then run uncompiled on whole score matrices, with gradients and lse on every
@@ -249,8 +250,7 @@ def _function(problem: Problem, positions: Tensor | None, flash_block: int = 0) 
     as_stored = positions is None or token_order_of(problem.pattern) != NATURAL
     repeated = count if counts_above_one(natural) else None
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.heads != problem.kv_heads}
-    options.update(_lse_options(library, problem))
-    options.update({"kernel_options": {"BACKEND": "FLASH"}} if flash_block else {})
+    options.update(_lse_options(library, problem), **_kernel_options(problem, flash_block))
 
     def call(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None) -> Any:
         seq_lens, key_mask, bias, slopes = given
@@ -287,10 +287,18 @@ def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:
         # AuxRequest since torch 2.9; before, a flag.
         request = getattr(library, "AuxRequest", None)
         options = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
+    return options
+
+
+def _kernel_options(problem: Problem, flash_block: int) -> dict[str, Any]:
+    if flash_block:
+        return {"kernel_options": {"BACKEND": "FLASH"}}
     if problem.device.type == "cpu" and problem.q_len == 1:
         # The kernel for a single query fails without a table of full blocks; this partition size disables it.
-        options["kernel_options"] = {"PARTITION_SIZE": 1}
-    return options
+        return {"kernel_options": {"PARTITION_SIZE": 1}}
+    # The kernel for few queries has those of all heads that share keys in one tile, for which there may be no room.
+    many = problem.device.type == "cuda" and problem.q_len * problem.heads // problem.kv_heads > MOST_DECODED
+    return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}} if many else {}
 
 
 def _tables(problem: Problem, positions: Tensor | None, flash_block: int = 0) -> dict[str, Any]:

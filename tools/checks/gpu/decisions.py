@@ -21,6 +21,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.bundle import shareable, write_bundle
 from attn_dispatch.store.folder import Store
+from attn_dispatch.tuning.example import make
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
 from tools.lib.tables import Table
@@ -50,23 +51,36 @@ DRY_PROBLEMS: dict[str, tuple[tuple[int, int, int, int], Pattern, str]] = {
 }
 BUDGET_S, DRY_BUDGET_S = 4.2, 0.3  #: of one trial
 MOST_S = 60.0  #: of one trial, which compiles outside of its budget: then it is ended
+COMPILING = ("triton", "triton_tiles", "flex", "flash")
+COMPILES = 0.35  #: the part of the step's time in which they compile
 
 
 def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
-    if number:
+    if number > 1:
         return None
     items = [
         {"problem": name, "backward": backward, "budget_s": DRY_BUDGET_S if setup.dry_run else BUDGET_S}
         for name in (DRY_PROBLEMS if setup.dry_run else PROBLEMS)
         for backward in (False, True)
         if not (backward and name in WITHOUT_BACKWARD)
-    ]
-    return Phase([items[:3] if setup.dry_run else items], item_s=MOST_S)
+    ][: 3 if setup.dry_run else None]
+    if number == 1:
+        return Phase([items], item_s=MOST_S)
+    # Compiled first, several at a time: what compilers keep on disk is then there for the trials.
+    builds = [[{**item, "backend": name} for name in COMPILING] for item in items]
+    return Phase(builds, setup.cores, COMPILES, MOST_S)
 
 
 def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     shape, pattern, dtype = (DRY_PROBLEMS if setup.dry_run else PROBLEMS)[item["problem"]]
     problem = problem_of(shape, pattern, getattr(torch, dtype), machine.device, backward=item["backward"])
+    if "backend" in item:
+        backend = registry.load(item["backend"])
+        if refusals := backend.refusals(problem):
+            return {"refused": "; ".join(map(str, refusals))}
+        make(problem, on_device=True).call(backend)()
+        machine.synchronize()
+        return {"compiled": True}
     (found,) = (each.to_dict() for each in profile([problem], budget_s=item["budget_s"], progress=False))
     _share(Path(setup.output), machine.device)
     return {"tflops": rates(problem, found), "decision": found}
@@ -88,7 +102,8 @@ def _share(folder: Path, device: torch.device) -> None:
 
 
 def label(item: Item) -> str:
-    return f"{item['problem']} {'forward + backward' if item['backward'] else 'forward'}"
+    built = f" {item['backend']}" if "backend" in item else ""
+    return f"{item['problem']} {'forward + backward' if item['backward'] else 'forward'}{built}"
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
@@ -108,7 +123,7 @@ SHOWN = ("sdpa", "sdpa_cudnn", "sdpa_efficient", "triton", "triton_tiles")
 def tables(found: Any) -> Iterator[Table]:
     yield Table(
         ("problem", *(f"`{name}`" for name in SHOWN)),
-        [(label(row), *(_cell(row["decision"], name) for name in SHOWN)) for row in found["rows"]],
+        [(label(row), *(_cell(row["decision"], name) for name in SHOWN)) for row in found["rows"] if "decision" in row],
         "Milliseconds of a call by `profile`, the longer of the device's and the host's time; the choice in bold. "
         f"No time was left for {found['summary']['left_out']} problems.",
     )

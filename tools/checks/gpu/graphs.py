@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,49 @@ CASES: dict[str, tuple[Pattern, int]] = {
     "neighborhood": (Neighborhood((16, 32), (5, 5)), 4),
 }
 DRY_CASES: dict[str, tuple[Pattern, int]] = {"dense": (Dense(is_causal=True), 2), "window": (Window(4, 0), 2)}
-SHAPES = {1: (1, 1, 32, 128), 512: (4, 512, 16, 64), 4096: (1, 4096, 16, 64)}
+
+
+class HostCase(NamedTuple):
+    """A call that is timed: q [batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, head_dim]."""
+
+    q: tuple[int, int, int, int]
+    keys: int
+    kv_heads: int
+    pattern: Pattern = Dense()
+    trains: bool = False
+
+
+LLAMA = (1, 1, 32, 128)
+LONGNET = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
+HOST_CASES = {
+    "512 tokens": HostCase((4, 512, 16, 64), 512, 16),
+    "4,096 tokens": HostCase((1, 4096, 16, 64), 4096, 16),
+    "512 tokens, training": HostCase((4, 512, 16, 64), 512, 16, trains=True),
+    "4,096 tokens, causal, training": HostCase((1, 4096, 16, 128), 4096, 16, Dense(is_causal=True), True),
+    "LongNet, 16,384 tokens": HostCase((1, 16384, 16, 64), 16384, 16, LONGNET),
+    "decoding, 1 key": HostCase(LLAMA, 1, 32),
+    "decoding, 4,096 keys": HostCase(LLAMA, 4096, 8),
+    "decoding, 32,768 keys": HostCase(LLAMA, 32768, 8),
+    "decoding, 131,072 keys": HostCase(LLAMA, 131072, 8),
+    "decoding, 8 rows of 32,768 keys": HostCase((8, 1, 32, 128), 32768, 8),
+    "decoding, 32,768 keys of 64 heads by 8": HostCase((1, 1, 64, 128), 32768, 8),
+    "4 tokens, 32,768 keys": HostCase((1, 4, 32, 128), 32768, 8, Dense(is_causal=True)),
+    "16 tokens, 32,768 keys": HostCase((1, 16, 32, 128), 32768, 8, Dense(is_causal=True)),
+}
+DRY_HOST_CASES = {
+    "forward": HostCase((1, 32, 2, 16), 32, 2),
+    "training": HostCase((1, 32, 2, 16), 32, 2, trains=True),
+    "decoding": HostCase((1, 1, 2, 16), 32, 1),
+}
 TORCH = "F.sdpa"  #: a name beside those of backends: PyTorch's own call
+HOSTS = (
+    TORCH,
+    "triton",
+    "sdpa",
+    "sdpa_cudnn",
+    "flash",
+    "flex",
+)  #: whose times on the host are taken, the first wanted most
 BATCHES, CALLS = 5, 100  #: of calls timed on the host
 BATCH_S = 0.05  #: seconds of a batch: slow backends get fewer calls
 CAPTURING = 0.6  #: the part of the step's time for captures
@@ -47,18 +88,15 @@ def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
         cases = DRY_CASES if setup.dry_run else CASES
         return Phase([[_item("capture", name, case) for case in cases] for name in names], setup.cores, CAPTURING)
     if number == 1:
-        # flex compiles, and manual takes long: last. Refused by every case: not asked again.
-        last = ("manual", "flex")
-        able = {row["backend"] for row in rows if "refused" not in row}
-        names = sorted((name for name in names if name in able), key=lambda name: name in last)
-        sizes = [1, 32] if setup.dry_run else list(SHAPES)
-        items = [_item("host", name, size) for name, size in product((TORCH, *names), sizes)]
-        return Phase([items], item_s=40.0)
+        able = {TORCH, *(row["backend"] for row in rows if "refused" not in row)}
+        names = [name for name in HOSTS if name in able]
+        timed = DRY_HOST_CASES if setup.dry_run else HOST_CASES
+        return Phase([[_item("host", name, case) for name, case in product(names, timed)]], item_s=40.0)
     return None
 
 
-def _item(kind: str, backend: str, case: str | int) -> Item:
-    return {"kind": kind, "backend": backend, "case" if kind == "capture" else "tokens": case}
+def _item(kind: str, backend: str, case: str) -> Item:
+    return {"kind": kind, "backend": backend, "case": case}
 
 
 def measure(item: Item, machine: Machine, setup: Setup) -> Row:
@@ -68,17 +106,16 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
         return {"refused": " ".join(str(error).split())}
 
 
-def _inputs(machine: Machine, shape: tuple[int, int, int, int], kv_heads: int) -> list[Tensor]:
-    batch, length, heads, head_dim = shape
-    sizes = (heads, kv_heads, kv_heads)
-    return [torch.randn(batch, length, n, head_dim, device=machine.device, dtype=machine.half) for n in sizes]
+def _inputs(machine: Machine, q: tuple[int, int, int, int], keys: int, kv_heads: int) -> list[Tensor]:
+    sizes = ((q[1], q[2]), (keys, kv_heads), (keys, kv_heads))
+    return [torch.randn(q[0], *size, q[3], device=machine.device, dtype=machine.half) for size in sizes]
 
 
 def _capture(item: Item, machine: Machine, setup: Setup) -> Row:
     """Replays with the captured inputs, and with others in the same memory, against eager calls."""
     pattern, kv_heads = (DRY_CASES if setup.dry_run else CASES)[item["case"]]
     shape = (1, 32, 2, 16) if setup.dry_run else (1, 512, 4, 64)
-    q, k, v = _inputs(machine, shape, kv_heads)
+    q, k, v = _inputs(machine, shape, shape[1], kv_heads)
 
     def call() -> Tensor:
         found: Tensor = attend(q, k, v, pattern, backend=item["backend"])
@@ -94,32 +131,43 @@ def _capture(item: Item, machine: Machine, setup: Setup) -> Row:
         machine.synchronize()
         found = out.clone()
         differences.append(float((found.float() - call().float()).abs().max()))
-        for old, new in zip((q, k, v), _inputs(machine, shape, kv_heads)):
+        for old, new in zip((q, k, v), _inputs(machine, shape, shape[1], kv_heads)):
             old.copy_(new)
     wrong = {} if not any(differences) else {"failed": f"a replay differs from eager calls by {max(differences):.1e}"}
     return {"equal": not wrong, "differences": differences, **wrong}
 
 
 def _host(item: Item, machine: Machine, setup: Setup) -> Row:
-    tokens = item["tokens"]
-    shape = (1, tokens, 2, 16) if setup.dry_run else SHAPES[tokens]
-    q, k, v = _inputs(machine, shape, shape[2])
-    q_turned, k_turned, v_turned = (x.transpose(1, 2) for x in (q, k, v))
+    case = (DRY_HOST_CASES if setup.dry_run else HOST_CASES)[item["case"]]
+    q, k, v = (x.requires_grad_(case.trains) for x in _inputs(machine, case.q, case.keys, case.kv_heads))
+    causal = isinstance(case.pattern, Dense) and case.pattern.is_causal and case.keys == case.q[1]
+    if item["backend"] == TORCH and not isinstance(case.pattern, Dense):
+        return {"refused": "a dense call"}
 
-    def call() -> Tensor:
+    def forward() -> Tensor:
         found: Tensor
-        if item["backend"] == TORCH:
-            found = scaled_dot_product_attention(q_turned, k_turned, v_turned)
+        if item["backend"] == TORCH:  # of layers whose projections are [batch, len, heads, head_dim], as attend's
+            a, b, c = (x.transpose(1, 2) for x in (q, k, v))
+            grouped = case.kv_heads != case.q[2]
+            found = scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
         else:
-            found = attend(q, k, v, Dense(), backend=item["backend"])
+            found = attend(q, k, v, case.pattern, backend=item["backend"])
         return found
 
-    found = {"host_us": host_us(call, machine)}
+    grad = torch.randn(case.q, device=machine.device, dtype=machine.half)
+
+    def call() -> Any:
+        return torch.autograd.grad(forward(), (q, k, v), grad) if case.trains else forward()
+
+    found: Row = {"host_us": host_us(call, machine)}
+    if case.trains:
+        return {**found, "device_ms": machine.median_ms(call, 20.0)}
     try:
         _, replay = machine.captured(call)
-        return {**found, "replay_us": machine.replay_us(replay, 50)}
     except Exception as error:  # noqa: BLE001 - the time on the host is a result without it
         return {**found, "failed": f"capture: {' '.join(str(error).split())[:300]}"}
+    found["replay_us"] = machine.replay_us(replay, 50)
+    return {**found, "gb_s": (k.nbytes + v.nbytes) / found["replay_us"] / 1e3} if case.q[1] < case.keys else found
 
 
 def host_us(call: Callable[[], Any], machine: Machine, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -142,7 +190,7 @@ def host_us(call: Callable[[], Any], machine: Machine, clock: Callable[[], float
 
 
 def label(item: Item) -> str:
-    return f"{item['kind']} {item['backend']} {item.get('case', item.get('tokens'))}"
+    return f"{item['kind']} {item['backend']} {item['case']}"
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
@@ -153,29 +201,29 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         if row["kind"] == "capture" and "refused" not in row:
             mine.setdefault("failed" if "failed" in row else "equal", []).append(row["case"])
         elif "host_us" in row:
-            replayed = f"{row['replay_us']:.1f}" if "replay_us" in row else "-"
-            mine[f"{row['tokens']} tokens, host / replay us"] = f"{row['host_us']:.1f} / {replayed}"
+            mine[row["case"]] = _cell(row)
     return {name: mine for name, mine in found.items() if mine}
 
 
-HOSTS = (TORCH, "sdpa", "sdpa_cudnn", "triton", "flex")
-
-
 def tables(found: Any) -> Iterator[Table]:
-    hosts = {(row["backend"], row["tokens"]): row for row in found["rows"] if row["kind"] == "host"}
-    counts = sorted({tokens for _, tokens in hosts})
-    rows = [(f"`{name}`", *(_cell(hosts.get((name, count), {})) for count in counts)) for name in HOSTS]
+    hosts = {(row["backend"], row["case"]): row for row in found["rows"] if row["kind"] == "host"}
     captured = [row for row in found["rows"] if row["kind"] == "capture"]
     equal, failed = (sum(bool(row.get(kind)) for row in captured) for kind in ("equal", "failed"))
     yield Table(
-        ("call", *(f"{count} token{'s' * (count != 1)}: host, replay" for count in counts)),
-        rows,
-        "Microseconds that a call takes the host, and those of a replay of its CUDA graph: dense, bfloat16, "
-        f"{', '.join(str(list(each)) for each in SHAPES.values())}. Of {len(captured)} calls under capture "
-        f"{equal} were replayed with the same results, also after their inputs had changed; {failed} failed; the "
-        "others are refused without a graph too.",
+        ("call", *(f"`{name}`" for name in HOSTS)),
+        [(case, *(_cell(hosts.get((name, case), {})) for name in HOSTS)) for case in HOST_CASES],
+        "Microseconds that a call takes the host, and those of a replay of its CUDA graph, in bfloat16; of training "
+        "instead those of forward and backward one after the other on the device. Decoding: one query, or a few, of "
+        "32 heads that share 8 key heads, head_dim 128, and the rate at which a replay reads keys and values. `F.sdpa` "
+        "is called with transposed views, of several tokens without causality. Of "
+        f"{len(captured)} calls under capture {equal} were replayed with the same results, also after their inputs had "
+        f"changed; {failed} failed; the others are refused without a graph too.",
     )
 
 
 def _cell(row: Row) -> str:
-    return f"{row['host_us']:.0f}, {row['replay_us']:.0f}" if "replay_us" in row else "-"
+    device = row["device_ms"] * 1e3 if "device_ms" in row else row.get("replay_us")
+    if device is None:
+        return "-"
+    rate = f" ({row['gb_s'] / 1e3:.1f} TB/s)" if "gb_s" in row else ""
+    return f"{row['host_us']:.0f}, {device:.0f}{rate}"

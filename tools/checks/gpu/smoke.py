@@ -1,9 +1,13 @@
-"""Step `smoke`: each backend and dtype in a process of its own, against the float64 oracle, gradients too."""
+"""Step `smoke`: each backend and dtype in a process of its own, against the float64 oracle, gradients too.
+
+Besides patterns, dtypes and head_dims: masks, other orders in memory, odd head_dims, and few queries of more keys.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 
 from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -29,9 +34,13 @@ DRY_PATTERNS: dict[str, Pattern] = {"causal": Dense(is_causal=True), "longnet": 
 BATCH, LENGTH, HEADS, GROUPED = 2, 1024, 8, 2  #: the last: key heads
 DTYPES = ("bfloat16", "float16", "float32")
 HEAD_DIMS = (64, 128, 256)
+FLEX = ("flex", "flex_flash")
 FLEX_KINDS = {"bfloat16": ("causal", "longnet", "neighborhood"), "float16": (), "float32": ("causal",)}
+ODD_DIMS = (40, 80, 96, 192)
+EXTRAS = ("seq_lens", "key_mask", "bhnd")
+FEW = (1, 4, 16)  #: queries, which with GROUPED key heads are 4, 16 and 64 rows that share keys
 #: Backends that compile: their groups are smaller and start first.
-COMPILING = ("triton_tiles", "triton", "flex")
+COMPILING = ("triton_tiles", "triton", "flash", "flex", "flex_flash")
 NOT_HERE = ("native",)  #: refuses every CUDA device
 
 
@@ -39,41 +48,54 @@ def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
     if number:
         return None
     if setup.dry_run:
-        kinds = [("sdpa", "float32", 16, kind, 1) for kind in DRY_PATTERNS] + [("triton", "float32", 16, "causal", 2)]
+        kinds = [_item("sdpa", "float32", 16, kind, 1, extra) for kind in DRY_PATTERNS for extra in ("", *EXTRAS)]
+        kinds += [_item("triton", "float32", 16, "causal", 2, queries=queries) for queries in (1, 32)]
         return Phase(groups_of(kinds), 2)
     return Phase(groups_of(cases()), setup.cores, item_s=90.0)
 
 
-def cases() -> list[tuple[str, str, int, str, int]]:
-    """Backend, dtype, head_dim, pattern and key heads of each item."""
+def cases() -> list[Item]:
     names = [*COMPILING, *(name for name in registry.names() if name not in (*COMPILING, *NOT_HERE))]
     found = []
     for name, dtype in product(names, DTYPES):
-        if name == "flex":  # half a minute of compiling each
-            found += [(name, dtype, 64, kind, HEADS) for kind in FLEX_KINDS[dtype]]
+        if name in FLEX:  # half a minute of compiling each
+            found += [_item(name, dtype, 64, kind, HEADS) for kind in FLEX_KINDS[dtype]]
             continue
         for head_dim, kind, kv_heads in product(HEAD_DIMS, PATTERNS, (HEADS, GROUPED)):
             if kv_heads == GROUPED or head_dim == HEAD_DIMS[0] or name not in COMPILING:
-                found.append((name, dtype, head_dim, kind, kv_heads))
+                found.append(_item(name, dtype, head_dim, kind, kv_heads))
+    for name, dtype in product([name for name in names if name not in FLEX], ("bfloat16", "float32")):
+        found += [_item(name, dtype, 64, kind, GROUPED, extra) for kind, extra in product(PATTERNS, EXTRAS)]
+        if dtype == "bfloat16":
+            found += [_item(name, dtype, each, kind, GROUPED) for each in ODD_DIMS for kind in ("causal", "longnet")]
+        found += [
+            _item(name, dtype, head_dim, kind, GROUPED, extra, queries)
+            for head_dim, kind, queries in product((64, 128), ("dense", "causal", "window"), FEW)
+            for extra in ("", "key_mask")
+        ]
     return found
 
 
-def groups_of(found: list[tuple[str, str, int, str, int]]) -> list[list[Item]]:
+def _item(
+    backend: str, dtype: str, head_dim: int, pattern: str, kv_heads: int, extra: str = "", queries: int = LENGTH
+) -> Item:
+    whole = {"backend": backend, "dtype": dtype, "head_dim": head_dim, "pattern": pattern, "kv_heads": kv_heads}
+    return {**whole, "extra": extra, "queries": queries}
+
+
+def groups_of(found: list[Item]) -> list[list[Item]]:
     """Each in a process of its own: a backend and dtype; of Triton's also a head_dim, of flex also a pattern."""
     groups: dict[tuple[Any, ...], list[Item]] = {}
-    for name, dtype, head_dim, kind, kv_heads in found:
-        key = (name, dtype, head_dim if name in COMPILING else 0, kind if name == "flex" else "")
-        item = {"backend": name, "dtype": dtype, "head_dim": head_dim, "pattern": kind, "kv_heads": kv_heads}
+    for item in found:
+        name, few = item["backend"], item["queries"] < LENGTH
+        part = "few" if few else "more" if item["extra"] or item["head_dim"] in ODD_DIMS else item["head_dim"]
+        key = name, item["dtype"], part if name in COMPILING else "", item["pattern"] if name in FLEX else ""
         groups.setdefault(key, []).append(item)
     return list(groups.values())
 
 
 def measure(item: Item, machine: Machine, setup: Setup) -> Row:
-    backend, dry = registry.load(item["backend"]), setup.dry_run
-    pattern = (DRY_PATTERNS if dry else PATTERNS)[item["pattern"]]
-    shape = (1, 32, 2, item["head_dim"]) if dry else (BATCH, LENGTH, HEADS, item["head_dim"])
-    dtype = getattr(torch, item["dtype"])
-    problem = problem_of(shape, pattern, dtype, machine.device, kv_heads=item["kv_heads"], backward=True)
+    backend, problem = registry.load(item["backend"]), _problem(item, machine, setup.dry_run)
     refusals = backend.refusals(problem)
     if refusals:
         return {"refused": "; ".join(f"{each.code}: {each.text}" for each in refusals)}
@@ -85,8 +107,21 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     return {"error": checked.error, "tolerance": oracle.expected["out"].tolerance, **wrong}
 
 
+def _problem(item: Item, machine: Machine, dry: bool) -> Problem:
+    pattern, extra = (DRY_PATTERNS if dry else PATTERNS)[item["pattern"]], item["extra"]
+    shape = (1, 32, 2, item["head_dim"]) if dry else (BATCH, LENGTH, HEADS, item["head_dim"])
+    dtype, few = getattr(torch, item["dtype"]), item["queries"] < shape[1]
+    found = problem_of(shape, pattern, dtype, machine.device, kv_heads=item["kv_heads"], backward=not few)
+    if few:
+        found = replace(found, q_len=item["queries"], pattern=pattern.simplify(item["queries"], shape[1], shape[2]))
+    if extra == "bhnd":
+        return replace(found, strides=("bhnd",) * 3)
+    return replace(found, has_seq_lens=extra == "seq_lens", has_key_mask=extra == "key_mask")
+
+
 def label(item: Item) -> str:
-    return f"{item['backend']} {item['dtype']} {item['pattern']} hd{item['head_dim']} kv{item['kv_heads']}"
+    more = f" {item['extra']}" * bool(item["extra"]) + f" {item['queries']} queries"
+    return f"{item['backend']} {item['dtype']} {item['pattern']} hd{item['head_dim']} kv{item['kv_heads']}{more}"
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
@@ -101,10 +136,11 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 def tables(found: Any) -> Iterator[Table]:
     failed = sorted({f"`{row['backend']}`: {row['failed']}" for row in found["rows"] if "failed" in row})
     counts = sorted((name, text) for name, text in found["summary"].items() if isinstance(text, str))
+    dims = ", ".join(map(str, sorted((*HEAD_DIMS, *ODD_DIMS))))
     yield Table(
         ("backend", "problems"),
         [(f"`{name}`", text) for name, text in counts],
-        f"Patterns: {', '.join(PATTERNS)}; head_dim {', '.join(map(str, HEAD_DIMS))}; as many key heads as query "
-        f"heads, and fewer; forward and backward. No time was left for {found['summary']['left_out']} problems. "
-        f"Failed: {'; '.join(failed) or 'none'}.",
+        f"Patterns: {', '.join(PATTERNS)}; head_dim {dims}; as many key heads as query heads, and fewer; masks; few "
+        f"queries of {LENGTH:,} keys; forward and backward. No time was left for {found['summary']['left_out']} "
+        f"problems. Failed: {'; '.join(failed) or 'none'}.",
     )

@@ -34,11 +34,14 @@ Row = dict[str, Any]
 
 
 class Setup(NamedTuple):
-    """What every step takes. `output`: the folder of results. `dry_run`: tiny problems on the CPU."""
+    """What every step takes. `output`: the folder of results. `dry_run`: tiny problems on the CPU. `backends`: those
+    that are checked, all where empty.
+    """
 
     output: str
     dry_run: bool
     cores: int
+    backends: Sequence[str] = ()
 
 
 class Phase(NamedTuple):
@@ -176,6 +179,8 @@ def main() -> None:
 
     step, setup = sys.argv[1], Setup(*json.loads(sys.argv[2]))
     serve(step, setup, json.load(sys.stdin), say)
+    # Autograd's thread drops its last node, for which it may wait for the interpreter: PyTorch aborts if that ends.
+    time.sleep(0.2)
 
 
 if __name__ == "__main__":
