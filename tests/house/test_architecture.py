@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import attn_dispatch
+from tests.support.processes import printed
 
 ROOT = Path(attn_dispatch.__file__).parent
 
@@ -315,16 +315,14 @@ def loaded_on_the_way() -> list[set[str]]:
 def loaded_by(*steps: str) -> list[set[str]]:
     """The modules that a new process has loaded after each step."""
     code = "import sys\n" + "".join(f"{step}\nprint(*sys.modules)\n" for step in steps)
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return [set(line.split()) for line in done.stdout.splitlines()]
+    return [set(line.split()) for line in printed("-c", code).splitlines()]
 
 
 def test_no_torch_at_import() -> None:
     """In one process: the first one that loads it is named."""
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n"
     code += "    importlib.import_module(f'attn_dispatch.{name}')\n    assert 'torch' not in sys.modules, name"
-    done = subprocess.run([sys.executable, "-c", code, *TORCH_FREE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    printed("-c", code, *TORCH_FREE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere psutil is what knows")

@@ -5,9 +5,6 @@ In a process of its own: where there is no GPU, conftest.py has given the kernel
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
@@ -23,6 +20,7 @@ from attn_dispatch.kernels.triton.passes import Tables
 from attn_dispatch.kernels.triton.support import Meta, TritonKernel, launch, missing, shared_bytes
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.testing.cases import Case
+from tests.support.processes import printed
 from tools.bench.kernels_compiled import gpu
 
 compiled = pytest.mark.skipif(bool(missing()), reason="Triton is not installed")
@@ -40,10 +38,7 @@ TABLES: Any = dict.fromkeys(Tables._fields, torch.empty(1, dtype=torch.int32)) |
 
 def run_alone(code: str, cache: Path) -> None:
     """Run `code`, which calls `compile_for`, with an empty folder of Triton's for its cache."""
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    env = os.environ | {"TRITON_CACHE_DIR": str(cache)}
-    found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert found.returncode == 0, found.stderr
+    printed("-W", "ignore", "-c", code, TRITON_CACHE_DIR=str(cache))
 
 
 def compile_alone(kernel: Any, capability: int, *given: Any) -> Any:

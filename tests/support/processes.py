@@ -43,6 +43,14 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, process.exitcode or 0, *printed)
 
 
+def printed(*arguments: str, **variables: str) -> str:
+    """What a new process of this Python prints, in the repository and with these environment variables; it succeeds."""
+    command, env = [sys.executable, *arguments], {**os.environ, **variables}
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def _execute(code: str, arguments: Sequence[str], environment: dict[str, str], out: str, error: str) -> None:
     os.environ.clear()
     os.environ.update(environment)

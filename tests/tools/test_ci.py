@@ -14,17 +14,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LINES = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
 PINNED = {(found := Requirement(line)).name: found for line in LINES if not line.startswith("#")}
 
-REQUIRED = [
-    Requirement(line)
-    for part in (
-        PROJECT["build-system"]["requires"],
-        PROJECT["project"]["dependencies"],
-        PROJECT["project"]["optional-dependencies"]["test"],
-        PROJECT["project"]["optional-dependencies"]["dev"],
-        PROJECT["project"]["optional-dependencies"]["docs"],
-    )
-    for line in part
-]
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+PARTS = [PROJECT["build-system"]["requires"], PROJECT["project"]["dependencies"]]
+PARTS += [EXTRAS[name] for name in ("test", "dev", "docs")]
+REQUIRED = [Requirement(line) for part in PARTS for line in part]
 
 
 @pytest.mark.parametrize("required", REQUIRED, ids=str)
@@ -46,10 +39,9 @@ def test_libraries_that_are_read_have_one_version() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     loop = re.search(r"^for library in (.+); do$", script, flags=re.MULTILINE)
     assert loop is not None
-    extras = [Requirement(line) for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines]
+    extras = [Requirement(line) for lines in EXTRAS.values() for line in lines]
     for name in loop[1].split():
         (pin,) = PINNED[name].specifier
         assert pin.operator == "=="
-        assert [each.specifier.contains(pin.version, prereleases=True) for each in extras if each.name == name] == [
-            True
-        ]
+        (found,) = (each for each in extras if each.name == name)
+        assert found.specifier.contains(pin.version, prereleases=True)

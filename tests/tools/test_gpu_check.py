@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 
 from attn_dispatch.machine.hardware import silicon
+from tests.support.processes import printed
 from tools.checks import gpu_check
 from tools.checks.gpu import decisions, graphs, workers
-from tools.checks.gpu.machine import Dry
+from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
 
-ROOT = Path(__file__).parents[2]
 DRY = Setup("", True, 2)
-WHOLE = Setup("", False, 16)
 
 #: Stands for a worker: an item says what becomes of the process that measures it.
 CHILD = """
@@ -103,7 +101,7 @@ def test_no_result_replaces_that_of_another_machine(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_graph_that_keeps_old_inputs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Dry()
+    machine = Machine()
     item = {"kind": "capture", "backend": "manual", "case": "dense"}
     assert graphs.measure(item, machine, DRY)["equal"]
     monkeypatch.setattr(machine, "captured", lambda call: (call(), lambda: None), raising=False)
@@ -113,7 +111,7 @@ def test_a_graph_that_keeps_old_inputs_fails(monkeypatch: pytest.MonkeyPatch) ->
 def test_decisions_write_a_profile(tmp_path: Path) -> None:
     setup = Setup(str(tmp_path), True, 2)
     item = {"problem": "causal", "backward": False, "budget_s": 0.05}
-    row = {**item, **decisions.measure(item, Dry(), setup)}
+    row = {**item, **decisions.measure(item, Machine(), setup)}
     assert row["tflops"]
     assert list(decisions.summary([row])) == ["causal forward"]
     assert [path.suffix for path in tmp_path.glob("*.json")] == [".json"]
@@ -122,11 +120,7 @@ def test_decisions_write_a_profile(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_run_without_a_gpu(tmp_path: Path) -> None:
     """Every step, and a file of at most those that it should write."""
-    arguments = ["--dry-run", "--output", str(tmp_path), "--minutes", "9"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.checks.gpu_check", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "tools.checks.gpu_check", "--dry-run", "--output", str(tmp_path), "--minutes", "9")
     for step in gpu_check.STEPS:
         found = json.loads((tmp_path / f"{step}.json").read_text())
         assert found["rows"], step

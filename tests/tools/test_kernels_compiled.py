@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.compiling import compiled
-from tools.lib.common import RESULTS
+from tests.support.processes import printed
 
 COMPILE = """
 import json
@@ -27,11 +24,7 @@ MOST_SPILLED = 512  #: bytes of a thread: with unfit blocks it is kilobytes
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [90])
 def test_preferred_blocks_as_they_are_compiled(capability: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", COMPILE.format(capability=capability)]
-    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=RESULTS.parents[1], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    rows = json.loads(printed("-c", COMPILE.format(capability=capability), TRITON_CACHE_DIR=str(tmp_path)))
     assert len(rows) == 9
     for row in rows:
         assert not row["too_large"], row

@@ -5,21 +5,16 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import printed
 from tools.lib import listing
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("bench", "checks")
 PROGRAMS = [(room, program) for room in ROOMS for program in listing.programs(room)]
-
-
-def module(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("room", "program"), PROGRAMS, ids=lambda given: getattr(given, "name", given))
@@ -33,10 +28,8 @@ def test_each_has_a_summary_and_a_main_without_arguments(room: str, program: lis
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_list_names_every_module(room: str) -> None:
-    done = module(f"tools.{room}")
     modules = [path.stem for path in sorted((ROOT / "tools" / room).glob("[!_]*.py"))]
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["name", *modules]
-    assert done.returncode == 0
+    assert [line.split()[0] for line in printed("-m", f"tools.{room}").splitlines()] == ["name", *modules]
 
 
 def test_results_are_measured_here_or_kept_with_their_commit() -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import printed
 from tools.docs import reference
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +19,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("pdoc is not installed: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("reference")
     # In a process of its own: modules of integrations register themselves when they are imported.
-    command = [sys.executable, "-m", "tools.docs.reference", "-o", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "tools.docs.reference", "-o", str(folder))
     return folder
 
 
@@ -45,10 +40,7 @@ def test_a_reference_to_nothing_fails(pages: Path, tmp_path: Path) -> None:
         "attn_dispatch.errors.__all__ = ['Missing']\n"
         "print(reference.write(Path(sys.argv[1]), ['attn_dispatch.errors']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "Missing" in done.stdout
+    assert "Missing" in printed("-c", code, str(tmp_path))
 
 
 def test_modules_are_there() -> None:

@@ -21,8 +21,7 @@ from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.intervals import ONE_LOOK, Timing, fewest
-from attn_dispatch.tuning.rounds import time_in_rounds
-from tools.lib.common import parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, interval, ms
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -72,14 +71,7 @@ def measured(pattern: Pattern, batch: int, keys: int, new: int, dtype: torch.dty
     size = 2 * batch * keys * KV_HEADS * HEAD_DIM * dtype.itemsize
     if 1.5 * size > MEMORY * available_bytes(torch.device("cpu")):
         return None
-    found = time_in_rounds(
-        calls(pattern, batch, keys, new, dtype),
-        budget_s=CELL_S,
-        min_rounds=ROUNDS,
-        max_rounds=MOST_ROUNDS,
-        hopeless=None,
-        margin=0.0,
-    ).timings
+    found = in_turns(calls(pattern, batch, keys, new, dtype), ROUNDS, MOST_ROUNDS, budget_s=CELL_S, margin=0.0)
     seen = keys if pattern == Dense(is_causal=True) else rows_seen(pattern, keys, new)
     share = seen / keys / (2 * SHARE)  # of the copy's time: it reads and writes
     limit = Timing(tuple(each * share for each in found["copy"].samples_ms), 0.0)

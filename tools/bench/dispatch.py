@@ -13,7 +13,7 @@ import sys
 import tempfile
 import timeit
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -67,20 +67,24 @@ def overhead(
     there = {"attend": attend, "run": registry.load(name).run, "q": q, "k": k, "v": v, "name": name, **arguments}
     there |= {"problem": problem, "sdpa": torch.nn.functional.scaled_dot_product_attention}
     there |= {"operator": operators.attend_by_operator, "Call": Call}
-    with_attend = timeit.Timer(call, globals=there)
-    direct_call = timeit.Timer(direct, globals=there)
-    added, alone = [], []
-    with_attend.timeit(CALLS)
-    for _ in range(ROUNDS):
-        alone.append(direct_call.timeit(CALLS) / CALLS * 1e6)
-        added.append(with_attend.timeit(CALLS) / CALLS * 1e6 - alone[-1])
-    interval = median_interval(added)
-    return {
-        "added_us": statistics.median(added),
-        "low_us": interval.low,
-        "high_us": interval.high,
-        "direct_us": statistics.median(alone),
-    }
+    with_attend, direct_call = (partial(_mean_us, timeit.Timer(each, globals=there)) for each in (call, direct))
+    with_attend()
+    return added(with_attend, direct_call, ROUNDS, "us")
+
+
+def _mean_us(timer: timeit.Timer) -> float:
+    return timer.timeit(CALLS) / CALLS * 1e6
+
+
+def added(call: Callable[[], float], direct: Callable[[], float], pairs: int, unit: str) -> dict[str, float]:
+    """What a call takes more than a direct one, with its interval, and what that takes: medians of paired times."""
+    alone, more = [], []
+    for _ in range(pairs):
+        alone.append(direct())
+        more.append(call() - alone[-1])
+    interval = median_interval(more)
+    found = {"added": statistics.median(more), "low": interval.low, "high": interval.high}
+    return {f"{name}_{unit}": each for name, each in {**found, "direct": statistics.median(alone)}.items()}
 
 
 # Garbage is collected before timing: a collection takes as long as all else together, and would otherwise fall into one
@@ -106,18 +110,8 @@ def warm_first(pairs: int) -> dict[str, Any]:
     the decision is on disk: pairs of processes, one with each call. Both load the backend's module.
     """
     choice = fresh(DECIDE).strip()
-    added, alone = [], []
-    for _ in range(pairs):
-        alone.append(float(fresh(DIRECT.format(choice=choice))))
-        added.append(float(fresh(BY_ATTEND)) - alone[-1])
-    interval = median_interval(added)
-    return {
-        "choice": choice,
-        "added_ms": statistics.median(added),
-        "low_ms": interval.low,
-        "high_ms": interval.high,
-        "direct_ms": statistics.median(alone),
-    }
+    call, direct = (lambda code=code: float(fresh(code)) for code in (BY_ATTEND, DIRECT.format(choice=choice)))
+    return {"choice": choice, **added(call, direct, pairs, "ms")}
 
 
 def fresh(code: str) -> str:

@@ -22,8 +22,7 @@ from attn_dispatch import attend
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.shapes import pair_count
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.rounds import time_in_rounds
-from tools.lib.common import parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, direction, interval, ms
 
 HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS = 8, 64, 16384, 2048
@@ -98,14 +97,7 @@ def calls(pattern: Pattern, lengths: list[int], dtype: torch.dtype, needs_grad: 
 def measured(pattern: Pattern, longest: int, dtype: torch.dtype, needs_grad: bool, tokens: int) -> dict[str, Any]:
     """One row of the table."""
     lengths = lengths_of(tokens, longest)
-    found = time_in_rounds(
-        calls(pattern, lengths, dtype, needs_grad),
-        budget_s=CELL_S,
-        min_rounds=ROUNDS,
-        max_rounds=MOST_ROUNDS,
-        hopeless=None,
-        margin=0.0,
-    ).timings
+    found = in_turns(calls(pattern, lengths, dtype, needs_grad), ROUNDS, MOST_ROUNDS, budget_s=CELL_S, margin=0.0)
     times = in_longest(pattern, lengths)
     limit = Timing(tuple(each * times for each in found["one"].samples_ms), 0.0)
     return {

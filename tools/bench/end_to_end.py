@@ -24,8 +24,7 @@ from torch.nn.functional import cross_entropy, interpolate, mse_loss, scaled_dot
 from attn_dispatch import Dense, Dilated, Neighborhood, Reordered, Window, attend, explain, to_order
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.tuning.rounds import time_in_rounds
-from tools.lib.common import parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, interval, ms
 
 TAKES = "8 min"
@@ -156,7 +155,7 @@ def trainings(found: Mapping[str, Attention], tokens: int) -> dict[str, Training
 
 def timed(calls: Mapping[str, Callable[[], Any]], rounds: int, base: str) -> dict[str, Any]:
     """Times in turns, each against the base's; the rise of memory in one more call."""
-    found = time_in_rounds(calls, budget_s=None, min_rounds=rounds, max_rounds=rounds, hopeless=None).timings
+    found = in_turns(calls, rounds)
     return {
         name: {
             **timing(found[name]),
@@ -209,7 +208,7 @@ class Generation:
 def generation() -> Iterator[dict[str, Any]]:
     prompt = drawn(PROMPT - 1, torch.Generator().manual_seed(2))
     models = {name: Generation(attention, prompt) for name, attention in attentions(PATTERNS).items()}
-    found = time_in_rounds(models, budget_s=None, min_rounds=NEW - 2, max_rounds=NEW - 2, hopeless=None).timings
+    found = in_turns(models, NEW - 2)
     for name, model in models.items():
         one = found[name]
         yield {"model": name, "read_ms": model.read_ms, "token": timing(one), "gain": ratio(found[PYTORCH], one)}

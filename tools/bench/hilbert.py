@@ -22,9 +22,8 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.spec.orders import HILBERT, NATURAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.bench.longnet import trained
-from tools.lib.common import parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, direction, ms
 
 HEADS, HEAD_DIM = 4, 64
@@ -109,10 +108,7 @@ def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
     ours = [name for name in calls if name.split()[0] in OURS]
     # Without rivals only the dense call, a short one, would be timed more than once.
     hopeless = HOPELESS if any(name.split()[0] in RIVALS for name in calls) else None
-    found = time_in_rounds(
-        calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=hopeless, incumbents=ours
-    )
-    return dict(found.timings)
+    return in_turns(calls, rounds, hopeless=hopeless, incumbents=ours)
 
 
 def release() -> None:

@@ -159,12 +159,7 @@ def python_calls(call: Callable[[], object]) -> int:
 
 def tables(found: Any) -> Iterator[Table]:
     rows = [
-        (
-            name,
-            f"{one['us']:.1f}",
-            f"{one['python_calls']}",
-            "-" if one["target_us"] is None else f"{one['target_us']:.1f}",
-        )
+        (name, f"{one['us']:.1f}", f"{one['python_calls']}", f"{most:.1f}" if (most := one["target_us"]) else "-")
         for name, one in found["calls"].items()
     ]
     yield Table(

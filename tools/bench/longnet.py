@@ -24,8 +24,7 @@ from attn_dispatch.backends import native, sdpa, sdpa_mask
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import Oracle
-from attn_dispatch.tuning.rounds import Rounds, time_in_rounds
-from tools.lib.common import parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, direction, interval, ms
 
 PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4))
@@ -55,13 +54,8 @@ def against_mask(
     }
     if backward:
         calls = {name: trained(call, (q, k, v)) for name, call in calls.items()}
-    turns: Rounds = time_in_rounds(calls, budget_s=None, max_rounds=rounds, min_rounds=rounds, hopeless=None)
-    found = turns.timings
-    rates = {
-        "sdpa_gflops": sdpa.flops(problem) / found["sdpa"].median_ms / 1e6,
-        "native_gflops": sdpa.flops(problem) / found["native"].median_ms / 1e6,
-        "dense_gflops": sdpa.flops(dense) / found["dense"].median_ms / 1e6,
-    }
+    found = in_turns(calls, rounds)
+    work = {"sdpa": sdpa.flops(problem), "native": sdpa.flops(problem), "dense": sdpa.flops(dense)}
     sdpa_mask.forget(problem)
     return {
         "pattern": str(pattern),
@@ -71,8 +65,8 @@ def against_mask(
         **{name: timing(one) for name, one in found.items()},
         "torch_with_mask_over_sdpa": ratio(found["torch_with_mask"], found["sdpa"]),
         "torch_with_mask_over_native": ratio(found["torch_with_mask"], found["native"]),
-        **rates,
-        "dense_over_sdpa_flops": sdpa.flops(dense) / sdpa.flops(problem),
+        **{f"{name}_gflops": each / found[name].median_ms / 1e6 for name, each in work.items()},
+        "dense_over_sdpa_flops": work["dense"] / work["sdpa"],
     }
 
 

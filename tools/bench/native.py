@@ -32,9 +32,8 @@ from attn_dispatch.spec.orders import HILBERT
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.intervals import Timing
-from attn_dispatch.tuning.rounds import time_in_rounds
 from tools.bench.hilbert import pairs
-from tools.lib.common import parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table
 
 TAKES = "5 minutes"
@@ -101,15 +100,9 @@ class Limits:
     def measured(self, threads: int, rounds: int) -> dict[str, Any]:
         calls: dict[str, Call] = {name: self.call(name, threads) for name in self.names}
         with torch_threads(threads):
-            found = turns({**calls, "read": torch.ones(READ_BYTES // 4).sum}, rounds)
+            found = in_turns({**calls, "read": torch.ones(READ_BYTES // 4).sum}, rounds)
         rates = {f"{name}_gflops": self.operations(name, threads) / found[name].median_ms / 1e6 for name in self.names}
         return {"threads": threads, **rates, "read_gb_per_s": READ_BYTES / found["read"].median_ms / 1e6}
-
-
-def turns(calls: dict[str, Call], rounds: int) -> dict[str, Timing]:
-    """Every call once in each round."""
-    found = time_in_rounds(calls, budget_s=None, min_rounds=rounds, max_rounds=rounds, hopeless=None)
-    return dict(found.timings)
 
 
 @contextmanager
@@ -157,7 +150,7 @@ def measured(
     """One row in one dtype, direction and number of threads, in turns with its limit."""
     threads, name = machine["threads"], limits.name_of(dtype)
     with torch_threads(threads), torch.set_grad_enabled(backward):
-        found = turns({"native": call_of(row, dtype, backward), "limit": limits.call(name, threads)}, rounds)
+        found = in_turns({"native": call_of(row, dtype, backward), "limit": limits.call(name, threads)}, rounds)
     work, moved = operations(row, backward), least_bytes(row, dtype, backward)
     share, read_ms = work / limits.operations(name, threads), moved / machine["read_gb_per_s"] / 1e6
     limit = Timing(tuple(max(each * share, read_ms) for each in found["limit"].samples_ms), 0.0)

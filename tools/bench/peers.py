@@ -24,10 +24,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from attn_dispatch.machine.environment import installed
 from attn_dispatch.machine.load import is_calm
 from attn_dispatch.text import gib, milliseconds
 from tools.lib.common import RESULTS, parser, write
@@ -169,20 +169,13 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (f"{row['tokens']:,}", row["dtype"], direction(row), peer, took, ratio, error, memory, first)
 
 
-def version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def main() -> None:
     options = parser(__doc__, "peers.json")
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     about = "rows whose titles contain all of these; 'forward:' is without backward"
     options.add_argument("--only", nargs="+", default=[], metavar="WORD", help=about)
     given = options.parse_args()
-    calm, versions = is_calm(), {peer.name: version(peer.distribution) for peer in PEERS}
+    calm, versions = is_calm(), {peer.name: installed(peer.distribution) or "not installed" for peer in PEERS}
     rows = all_rows(given.only, {name: each for name, each in versions.items() if each == "not installed"})
     if not rows:
         example = Cell("dense causal", 1024, "float32", backward=False).title("F.sdpa")

@@ -3,9 +3,9 @@
     python -m tools.checks.gpu_check --output FOLDER [--minutes 9] [--only STEP...] [--backends NAME...]
         [--dry-run]
 
-Needs, besides a PyTorch with CUDA and Triton: msgspec and platformdirs, which images with PyTorch often lack (carry
-their wheels), and for the last step pytest, pytest-xdist and hypothesis. The steps, in their order, are modules in
-tools/checks/gpu:
+Needs, besides a PyTorch with CUDA and Triton: msgspec and platformdirs, which images with PyTorch often lack
+(tools/checks/gpu/wheels.py gathers them), and for `conformance` pytest, pytest-xdist and hypothesis. The steps, in
+their order, are modules in tools/checks/gpu:
 
     device       hardware, versions, clocks; rates of copying and of matrix products
     edges        ranks on one device, graphs that outlive trials, streams, strides of masks, documents

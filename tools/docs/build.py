@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.checks import matrix
-from tools.docs import commands, results, summary, support
+from tools.docs import commands, results, support
 from tools.docs.gains import gains
 from tools.docs.hilbert_plot import svg
 from tools.docs.results import load
@@ -41,7 +41,7 @@ def index() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "gains": gains,
-    "explained": summary.explained,
+    "explained": results.explained,
     "help": commands.page,
     "variables": variables,
     "platforms": lambda: matrix.tables(load("platforms")).markdown(),

@@ -12,6 +12,7 @@ from tools.lib.tables import Table, markdown
 
 #: Shown by an excerpt elsewhere, or with its environments' machines in its rows.
 APART = ("explain", "platforms")
+EXCERPT = ("sdpa", "sdpa_mask", "native", "flex")  #: backends of the excerpt
 
 
 def load(name: str) -> Any:
@@ -65,3 +66,11 @@ def index(pages: dict[str, list[str]]) -> str:
             rows.append((f"[{page}]({page}.md)", f"`{name.replace('-', '/')}.json`", command(name, found)))
     about = f"Measured on {machine(load('longnet'))}, unless the page says otherwise."
     return f"{about}\n\n{markdown(('page', 'file', 'made by'), rows)}"
+
+
+def explained() -> str:
+    """The first lines of `explain`, and the rows of a few backends without long reasons."""
+    lines = load("explain")["lines"]
+    table_at = next(number for number, line in enumerate(lines) if line.startswith("backend "))
+    rows = [line for line in lines[table_at + 1 :] if line.split()[0] in EXCERPT or "need CUDA" in line]
+    return Table(lines=(*lines[: table_at + 1], *rows)).markdown()

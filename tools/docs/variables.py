@@ -16,9 +16,7 @@ OTHERS = {
     "CUDA_HOME": ("-", "a folder"),
     "TRITON_INTERPRET": ("-", "1"),
     "ATEN_CPU_CAPABILITY": ("-", "default, avx2, avx512"),
-    "WORLD_SIZE": ("-", "set by torchrun"),
-    "RANK": ("-", "set by torchrun"),
-    "LOCAL_RANK": ("-", "set by torchrun"),
+    **dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_RANK"), ("-", "set by torchrun")),
 }
 MEANING = {
     "ATTN_DISPATCH_MODE": "what happens to a problem without a stored decision, see above",

@@ -61,10 +61,7 @@ def tuned(folder: str, which: Sequence[int], **variables: str) -> list[dict[str,
 
 def judged(names: Mapping[int, Collection[str]], seconds: float) -> dict[str, dict[str, Any]]:
     """`judgement` of each of these problems, by number, in a new process."""
-    given = {
-        "names": {number: sorted(each) for number, each in names.items()},
-        "seconds": seconds,
-    }
+    given = {"names": {number: sorted(each) for number, each in names.items()}, "seconds": seconds}
     command = [sys.executable, "-m", "tools.lib.choices", "--judge", json.dumps(given)]
     found: dict[str, dict[str, Any]] = _last_line(command, dict(os.environ))
     return found
@@ -120,8 +117,7 @@ def judgement(one: Planned, names: Collection[str], seconds: float) -> dict[str,
     found = {f"{each.name}@{each.order}": each for each in Request.of(example.problem).candidates}
     refused = {name: each.row.reason for name, each in found.items() if each.row is not None}
     able = {name: each for name, each in found.items() if name not in refused}
-    slow = {name for name, each in able.items() if first_call_ms(each, example.problem) and name not in names}
-    left_out = sorted(slow)
+    left_out = sorted(name for name, each in able.items() if first_call_ms(each, example.problem) and name not in names)
     first_ms, wrong = checked(example, {name: each for name, each in able.items() if name not in left_out})
     calls = {name: example.call(*able[name].backend_and_order) for name in first_ms}
     near_ms = sum(each for each in first_ms.values() if each <= HOPELESS * min(first_ms.values()))
@@ -170,13 +166,7 @@ if __name__ == "__main__":
     every = planned()
     if sys.argv[1] == "--judge":
         given = json.loads(sys.argv[2])
-        print(
-            json.dumps(
-                {
-                    number: judgement(every[int(number)], names, given["seconds"])
-                    for number, names in given["names"].items()
-                }
-            )
-        )
+        names: dict[str, list[str]] = given["names"]
+        print(json.dumps({n: judgement(every[int(n)], each, given["seconds"]) for n, each in names.items()}))
     else:
         print(json.dumps([first_call(every[int(number)]) for number in sys.argv[1:]]))

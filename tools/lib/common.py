@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from attn_dispatch.tuning.intervals import Timing
     from tools.lib.tables import Table
@@ -78,6 +78,16 @@ def commit() -> str:
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=RESULTS.parents[1], capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, most: int | None = None, **options: Any
+) -> dict[str, Timing]:
+    """Times of calls in turns: of `rounds`, up to `most` within a `budget_s`; by default slow ones are not dropped."""
+    from attn_dispatch.tuning.rounds import time_in_rounds
+
+    options = {"budget_s": None, "hopeless": None, **options}
+    return dict(time_in_rounds(calls, min_rounds=rounds, max_rounds=most or rounds, **options).timings)
 
 
 def timing(found: Timing) -> dict[str, float | int]:

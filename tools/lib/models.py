@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -99,11 +98,6 @@ class Planned(NamedTuple):
     def example(self, seed: int = 0) -> Example:
         """Random tensors: q, k, v and the masks."""
         return make(self.problem(), seed)
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of `example`."""
-        example = self.example()
-        return example.q, example.k, example.v
 
 
 def planned() -> list[Planned]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from attn_dispatch.machine.environment import installed
 from attn_dispatch.machine.hardware import hardware, provenance, silicon
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
@@ -44,17 +44,11 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
 
 def _machine(machine: Machine) -> Row:
     cudnn: Any = torch.backends.cudnn
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "hardware": hardware().to_dict(),
         "silicon": silicon(machine.device),
         "provenance": provenance(machine.device),
-        "versions": versions,
+        "versions": {package: installed(package) for package in PACKAGES},
         "cudnn": cudnn.version() if machine.device.type == "cuda" else None,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,30 +15,40 @@ from attn_dispatch.machine.devices import ask_nvml, cuda_identity
 SM, MEMORY = 1, 2  #: NVML's numbers of clocks
 
 
-class Machine(Protocol):
-    device: torch.device
-    half: torch.dtype  #: the dtype of calls that users make
+class Machine:
+    """A stand-in without a CUDA call: times are of the CPU, and a captured call is called again."""
 
-    def synchronize(self) -> None: ...
+    device = torch.device("cpu")
+    half = torch.float32  #: the dtype of calls that users make
+
+    def synchronize(self) -> None:
+        pass
 
     def median_ms(self, call: Callable[[], Any], repeat_ms: float) -> float:
         """The median time of a call on the device, with a cold L2 cache."""
-        ...
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
 
     def captured(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """The result tensor of a captured call, and what computes it anew."""
-        ...
+        out = call()
+
+        def replay() -> None:
+            out.copy_(call())
+
+        return out, replay
 
     def replay_us(self, replay: Callable[[], None], times: int) -> float:
         """Microseconds of one replay, of many in a row."""
-        ...
+        return self.median_ms(replay, 0.0) * 1e3
 
     def clocks(self) -> dict[str, Any]:
         """Clocks in MHz, power in W, temperature in degrees Celsius, reasons for lower clocks; None where unknown."""
-        ...
+        return dict.fromkeys(("sm_mhz", "memory_mhz", "most_sm_mhz", "power_w", "temperature_c", "reasons"))
 
 
-class Cuda:
+class Cuda(Machine):
     device = torch.device("cuda", 0)
     half = torch.bfloat16
 
@@ -80,34 +90,5 @@ class Cuda:
         }
 
 
-class Dry:
-    """No CUDA call: times are of the CPU, and a captured call is called again."""
-
-    device = torch.device("cpu")
-    half = torch.float32
-
-    def synchronize(self) -> None:
-        pass
-
-    def median_ms(self, call: Callable[[], Any], repeat_ms: float) -> float:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-
-    def captured(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        out = call()
-
-        def replay() -> None:
-            out.copy_(call())
-
-        return out, replay
-
-    def replay_us(self, replay: Callable[[], None], times: int) -> float:
-        return self.median_ms(replay, 0.0) * 1e3
-
-    def clocks(self) -> dict[str, Any]:
-        return dict.fromkeys(("sm_mhz", "memory_mhz", "most_sm_mhz", "power_w", "temperature_c", "reasons"))
-
-
 def machine_of(dry_run: bool) -> Machine:
-    return Dry() if dry_run else Cuda()
+    return Machine() if dry_run else Cuda()
