@@ -112,9 +112,17 @@ def configuration(problem: Problem) -> str:
     return "; ".join(f"{each.kernel} {block_configs(each, problem)[0]}" for each in kernels_for(problem))
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def takes_key_lens(problem: Problem) -> bool:
+    return key_parts(problem) is not None and not problem.needs_grad
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor | None = None, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v)
     masks = masks_of(tensors)
+    if key_lens is not None:  # no key is read that no query sees
+        return replace(_passes(problem, *masks), key_lens=key_lens.contiguous()).forward(q, k, v)
     call = Hidden.of(problem).around(_passes(problem, *masks))
     found = differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, _blocks(problem))
@@ -179,7 +187,8 @@ class _InParts(TritonPasses):
         sums = torch.empty(rows, problem.head_dim, dtype=torch.float32, device=device)
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
-        self.launch_as_known(_launch_part, parts, (q, k, v, sums, maxima, totals, self.key_mask), (q, k, v))
+        tensors = q, k, v, sums, maxima, totals, self.key_mask, self.key_lens
+        self.launch_as_known(_launch_part, parts, tensors, (q, k, v))
         self.launch_as_known(_launch_join, "join", (sums, maxima, totals, out, lse), (out,))
         return out, lse
 
@@ -190,7 +199,7 @@ def _launch_part(
     from attn_dispatch.kernels.triton import few_queries  # imports triton
 
     problem, mask = call.problem, call.key_mask
-    if not is_noted(name, problem, parts.rows):
+    if not is_noted(name, problem, (parts.rows, getattr(call.key_lens, "dtype", None))):
         refuse_capture(problem.device)
     others = (
         *(stride for x in strided for stride in x.stride()),
@@ -199,6 +208,7 @@ def _launch_part(
         parts.parts,
         parts.share,
         problem.q_len,
+        problem.k_len,
         parts.first,
         parts.end,
         parts.low,
@@ -228,7 +238,7 @@ def _launch_join(
     assert parts is not None
     programs, others = problem.batch * problem.q_len * problem.heads, (problem.heads, parts.parts, problem.q_len)
     found = launch(few_queries.join, programs, problem.device, tensors, others, **_common(problem, parts))
-    note(name, problem, parts.rows)
+    note(name, problem, (parts.rows, getattr(call.key_lens, "dtype", None)))
     return found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, groupby, pairwise
@@ -13,18 +15,28 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
+from attn_dispatch.calls.widths import is_empty, widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, notify, observed, only, resolve
-from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_problem, lock, on_trial
+from attn_dispatch.decisions.decide import (
+    decision_for,
+    drop_oldest,
+    explain_problem,
+    forced_decision,
+    lock,
+    on_trial,
+)
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs import operators
+from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.kernels import registry
+from attn_dispatch.kernels import device_cache, registry
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_sink
@@ -82,7 +94,7 @@ def sink(call: Call) -> Rewritten | None:
 
 
 def key_lens(call: Call) -> Rewritten | None:
-    """One call for each run of rows with equally many keys: views, with what goes by row of the other tensors.
+    """A backend that takes them on the device, decided as with all keys; else a call for each run of equal ones.
 
     Raises:
         InvalidInput: an argument is wrong, or cannot be given with `key_lens`.
@@ -93,15 +105,95 @@ def key_lens(call: Call) -> Rewritten | None:
         if getattr(call, name) is not None:
             raise InvalidInput(f"key_lens cannot be given with {name}")
     operators.check_whole(call)
-    tokens, lengths = call.layout.index("n"), _integers("key_lens", call.key_lens)
-    batch, k_len = call.k.shape[0], call.k.shape[tokens]
+    if (alike := widths(call)) is not None:
+        return alike
+    lengths, batch = _check_integers("key_lens", call.key_lens), call.k.shape[0]
     if list(lengths.shape) != [batch]:
         raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
-    if not all(0 <= length <= k_len for length in lengths.tolist()):
-        raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths.tolist())}")
+    whole, stacked = _with_all_keys(call, lengths), partial(_stacked, call.return_lse)
+    if whole is None or lengths.device.type not in device_cache.DEVICES:
+        rows = _by_key_lens(call)  # raises
+        if whole is None:
+            return Rewritten(rows, stacked) if rows else Rewritten([call._replace(key_lens=None)], only)
+    forced, found = (call.backend, call.order), list[ResolvedCall | None]()
+
+    def calls() -> Iterator[Call]:
+        found.append(_for_key_lens(whole, forced))
+        yield from _by_key_lens(call) if found[0] is None else ()
+
+    def joined(results: list[Any]) -> Any:
+        if found[0] is None:
+            return stacked(results)
+        with torch.autocast(call.q.device.type, enabled=False):
+            q, k, v = (x.to(whole.dtype) for x in call.tokens_first)
+            return call.returned(*found[0].result(q, k, v, **call.tensors, key_lens=lengths))
+
+    def explained() -> list[Any]:
+        name, decision = _taker(whole, forced, explain_problem)
+        one = decision if decision is None or decision.choice == name else explain_problem(whole, name)
+        return _by_key_lens(call) if one is None else [one]
+
+    return Rewritten(calls(), joined, explained)
+
+
+def _with_all_keys(call: Call, lengths: Tensor) -> Problem | None:
+    """The problem of whole rows, where a backend may take their lengths: on a GPU, or if it is forced."""
+    on_host = lengths.device.type not in device_cache.DEVICES
+    if lengths.device != call.q.device or (on_host and call.backend is None):
+        return None
+    traced = tracing.is_traced(*call.qkv, lengths) or tracing.has_tangents(*call.qkv, *call.tensors.values())
+    if traced or is_empty(call) or not isinstance(choose_pattern(call), Dense | Window):
+        return None
+    problem = Problem.of_call(call)
+    return None if problem.needs_grad else problem
+
+
+def _for_key_lens(problem: Problem, forced: tuple[Any, Any]) -> ResolvedCall | None:
+    """A call of the backend that takes `key_lens`; None where there is none."""
+    key = problem, forced, torch.get_num_threads()
+    if key in _calls_at_once:
+        return _calls_at_once[key]
+    usual = measured_for(problem)
+    notify(usual)
+    name, _ = _taker(problem, forced, lambda *given: forced_decision(*given) if any(forced) else decision_for(problem))
+    call = None if name is None else ResolvedCall(observed(registry.load(name).run, usual), problem, name)
+    if not cannot_measure(problem.device):
+        with lock:
+            _calls_at_once[key] = call
+            drop_oldest(_calls_at_once, MAX_CALLS)
+    return call
+
+
+def _taker(problem: Problem, forced: tuple[Any, Any], decide: Callable[..., Any]) -> tuple[str | None, Any]:
+    """The backend that takes `key_lens`, and the decision: the chosen one, else the fastest measured; None: there is
+    none.
+    """
+    backend, order = forced
+    names = registry.names() if backend is None else (backend,)
+    takers = [name for name in names if order in (None, NATURAL) and _takes_key_lens(problem, name)]
+    if not takers:
+        return None, None
+    decision = decide(problem, *forced)
+    times = {row.backend: row.median_ms for row in decision.candidates if row.median_ms is not None}
+    return min(takers, key=lambda name: (name != decision.choice, times.get(name, math.inf))), decision
+
+
+def _takes_key_lens(problem: Problem, name: str) -> bool:
+    with suppress(InvalidInput):  # it is not there
+        takes = registry.load(name).takes_key_lens
+        return takes is not None and unmeasured.can_run(problem, (name, NATURAL)) and takes(problem)
+    return False
+
+
+def _by_key_lens(call: Call) -> list[Call]:
+    """A call for each run of rows with equally many keys: views, with what goes by row of the other tensors."""
+    tokens, lengths = call.layout.index("n"), read_on_host("key_lens", call.key_lens).tolist()
+    k_len = call.k.shape[tokens]
+    if not all(0 <= length <= k_len for length in lengths):
+        raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths)}")
     key_mask, bias, slopes = call.key_mask, call.bias, call.alibi_slopes
     calls, first = [], 0
-    for length, same in groupby(lengths.tolist()):
+    for length, same in groupby(lengths):
         rows = slice(first, first + len(list(same)))
         first = rows.stop
         own: dict[str, Any] = {name: getattr(call, name)[rows].narrow(tokens, 0, length) for name in "kv"}
@@ -109,9 +201,7 @@ def key_lens(call: Call) -> Rewritten | None:
         own["bias"] = None if bias is None else bias[rows if len(bias) > 1 else slice(None), ..., :length]
         own["alibi_slopes"] = slopes if slopes is None or slopes.ndim == 1 else slopes[rows]
         calls.append(call._replace(key_lens=None, q=call.q[rows], **own))
-    if not calls:  # no rows
-        return Rewritten([call._replace(key_lens=None)], only)
-    return Rewritten(calls, partial(_stacked, call.return_lse))
+    return calls
 
 
 def _stacked(with_lse: bool, results: list[Any]) -> Any:
@@ -225,7 +315,7 @@ def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
     return takes and unmeasured.can_run(problem, (name, NATURAL))
 
 
-_calls_at_once: dict[Any, ResolvedCall] = {}
+_calls_at_once: dict[Any, ResolvedCall | None] = {}
 process_state.register(process_state.ROUTES, _calls_at_once.clear)
 
 
@@ -318,10 +408,14 @@ def _lengths_of_starts(cu_seqlens: object, batch: int, length: int) -> list[int]
 
 
 def _integers(name: str, value: object) -> Tensor:
+    return read_on_host(name, _check_integers(name, value))
+
+
+def _check_integers(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         kind: Any = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InvalidInput(f"{name} must be an int32 or int64 tensor, got {kind}")
-    return read_on_host(name, value)
+    return value
 
 
 def read_on_host(name: str, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Checks of the optional members of a backend that compute: `partial`, `run_documents` and `specialized`.
+"""Checks of the optional members of a backend that compute: see `CHECKS`.
 
-What the first two compute is no pattern: it is written as a dense problem with a bias, the logarithm of how often each
-query sees each key, so that the oracle gives the expected results and their tolerances.
+What the first three compute is no pattern: it is written as a dense problem with a bias, the logarithm of how often
+each query sees each key, so that the oracle gives the expected results and their tolerances.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, adapted, asks_specialized, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import nan_memory
 from attn_dispatch.tuning.oracle import Oracle
 
 OTHER_KEYS = 5  #: that queries of `partial` see besides
+PARTS = (0.5, -0.1, 1.1, 0.97, 0.001, 0.3, 0.2)  #: of the keys that rows have; below 0 is none, above 1 all
 
 
 def problem_of_partial(backend: Backend, problem: Problem) -> Problem | None:
@@ -128,6 +129,38 @@ def documents_failures(backend: Any, problem: Problem) -> list[str]:
     return list(oracle.check(found).failures)
 
 
+def problem_of_key_lens(backend: Backend, problem: Problem) -> Problem | None:
+    """The problem of whole rows of which `takes_key_lens` is asked for one like this; None where it is not or false."""
+    rows = replace(problem, batch=len(PARTS), needs_grad=False, bias_needs_grad=False, has_seq_lens=False)
+    odd = problem.bias or problem.alibi_axes or problem.dropout_p  # slopes count from each row's end
+    if backend.takes_key_lens is None or odd or not isinstance(problem.pattern, Dense | Window):
+        return None
+    return rows if not refusals_of(backend, rows) and backend.takes_key_lens(rows) else None
+
+
+def key_lens_failures(backend: Any, problem: Problem) -> list[str]:
+    """What is wrong with the results of rows with none of the keys, some, and all; NaN is in what no query sees."""
+    example, shape = make(problem), (problem.batch, problem.heads, problem.q_len, problem.k_len)
+    lengths = torch.tensor(PARTS, device=problem.device).mul(problem.k_len).ceil()
+    lengths = lengths.to((torch.int32, torch.int64)[problem.k_len % 2])
+    counts = torch.zeros(shape, dtype=torch.int32, device=problem.device)
+    for row, length in zip(counts, lengths.clamp(0, problem.k_len).tolist()):
+        found = problem.pattern.multiplicity(problem.q_len, max(1, length), problem.heads, device=problem.device)
+        row[..., :length] = found[..., :length]
+    if (seen := example.masks.get("key_mask")) is not None:
+        counts *= seen[:, None, None]
+    oracle, unseen = _oracle(example, counts), ~counts.any(2).any(1)[..., None, None]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, dense: Problem, **tensors: Tensor) -> Any:
+        k, v = (x.masked_fill(unseen, math.nan) for x in (k, v))
+        given = {name: x for name, x in example.masks.items() if name != "bias"}
+        return backend.run(q, k, v, problem, key_lens=lengths, **given)
+
+    with nan_memory(problem, in_torch=backend.first_call_ms is None):
+        results = oracle.run(adapted(SimpleNamespace(run=run)))
+    return list(oracle.check(results).failures)
+
+
 def _lengths(tokens: int) -> tuple[int, ...]:
     """Lengths of documents, one of them a single token where there is room."""
     first = (tokens + 1) // 2
@@ -207,5 +240,6 @@ def _differences(found: Any, expected: Any, problem: Problem, heads_first: bool)
 CHECKS = {
     "partial": (problem_of_partial, partial_failures),
     "run_documents": (problem_of_documents, documents_failures),
+    "takes_key_lens": (problem_of_key_lens, key_lens_failures),
     "specialized": (problem_of_specialized, specialized_failures),
 }  #: of each optional member: the problem to ask of it, and what is wrong with its results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from attn_dispatch.calls import packing, rewrites, routes, widths
 from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.registry import LAST_RESORT
-from attn_dispatch.spec.problem import Call
+from attn_dispatch.spec.problem import Call, Problem
 from tests.support import processes
 from tests.support.calls import qkv
+from tests.support.fixtures import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -151,6 +153,33 @@ def test_key_lens_are_explained() -> None:
     found = explain(Q[:, :1], K, V, key_lens=torch.tensor([9, 16]), backend="manual")
     assert [each.problem.count("[9, ") for each in (found, *found.others)] == [1, 0]
     assert str(found).count("problem ") == 2
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.usefixtures("triton_interpreter", "no_trials", "streams")
+def test_key_lens_that_a_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device, unread and clamped, with values of another width, and under autocast."""
+    (q, k, v), lengths = (Q[:, :1], K, V[..., :3]), torch.tensor([9, 70])
+    rows = (attend(q[n : n + 1], k[n : n + 1, :end], v[n : n + 1, :end]) for n, end in enumerate(lengths))
+    wanted = torch.cat(list(rows))
+    monkeypatch.setattr(packing, "read_on_host", None)
+    found = explain(q, k, v, key_lens=lengths)
+    assert (found.choice, found.others) == ("triton", ())
+    assert torch.allclose(attend(q, k, v, key_lens=lengths), wanted, atol=1e-6)
+    with torch.autocast("cpu", torch.float16):
+        out = attend(q, k, v, key_lens=lengths)
+    assert out.dtype == torch.float16
+    assert torch.allclose(out.float(), wanted, atol=1e-2)
+
+
+def test_the_chosen_backend_takes_key_lens_or_the_fastest_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_takes_key_lens", lambda problem, name: name in ("flash", "triton", "manual"))
+    problem, times = Problem.of(Q, K, V), {"manual": 3.0, "triton": 2.0, "sdpa": 1.0, "flash": None}
+    rows = [SimpleNamespace(backend=name, median_ms=time) for name, time in times.items()]
+    for choice, name in (("sdpa", "triton"), ("manual", "manual"), ("flash", "flash")):
+        decision = SimpleNamespace(choice=choice, candidates=rows)
+        assert packing._taker(problem, (None, None), lambda *_, found=decision: found) == (name, decision)
+    assert packing._taker(problem, (None, "snake"), attend) == packing._taker(problem, ("tiles", None), attend)
 
 
 def test_documents_are_explained() -> None:

@@ -14,6 +14,7 @@ from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton.work_list import key_parts
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -50,6 +51,9 @@ def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatc
     gate = Oracle.of(make(problem))
     found = gate.run(registry.load("triton"))
     assert gate.check(found).failures == ()
+    rows = optional.problem_of_key_lens(registry.load("triton"), problem)
+    assert rows is not None
+    assert optional.key_lens_failures(registry.load("triton"), rows) == []
     monkeypatch.setattr(triton, "needs_wide_offsets", lambda tensors: True)
     assert torch.equal(gate.run(registry.load("triton"))["out"], found["out"])
 
@@ -108,12 +112,14 @@ from triton.compiler import ASTSource
 from attn_dispatch.kernels.triton import few_queries
 
 TYPES = {"lse": "*fp32", "sums": "*fp32", "maxima": "*fp32", "totals": "*fp32", "key_mask": "*u8", "scale": "fp32"}
+TYPES["key_lens"] = "*i64"
 SIZES = {("*bf16", 64): 128, ("*bf16", 128): 64, ("*bf16", 256): 32, ("*fp32", 128): 32, ("*fp32", 256): 16}
 DEVICES = ((80, False, 64), (90, True, 32), (120, False, 64))
 for (capability, wide, rows), ((kind, width), columns) in zip(cycle(DEVICES), SIZES.items()):
     rows, columns = (16, columns) if kind == "*fp32" else (rows, min(columns, 4096 // rows))
     constants = {"GROUP": 2, "HEAD_DIM": width, "BLOCK_D": width, "ROWS": rows, "COLUMNS": columns}
     constants["WIDE"] = wide
+    constants |= {"key_lens": None} if wide else {}
     constants["PRECISION"] = "tf32x3" if kind == "*fp32" and capability != 120 else "ieee"
     for kernel, stages in ((few_queries.part, 2), (few_queries.join, 3)):
         own = {name: value for name, value in constants.items() if name in kernel.arg_names}

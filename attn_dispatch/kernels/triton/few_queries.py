@@ -18,7 +18,7 @@ from attn_dispatch.kernels.triton.parts import LN_2, fold_scale, forward_step, l
 
 SPLITS = tl.constexpr(16)  #: that are joined at a time
 #: Arguments whose values do not change the machine code.
-VARIABLE = ("kv_heads", "splits", "share", "q_len", "first", "end", "low", "high")
+VARIABLE = ("kv_heads", "splits", "share", "q_len", "k_len", "first", "end", "low", "high")
 
 
 @triton.jit(do_not_specialize=VARIABLE)
@@ -30,6 +30,7 @@ def part(
     maxima,
     totals,
     key_mask,
+    key_lens,
     q_b,
     q_n,
     q_h,
@@ -48,6 +49,7 @@ def part(
     splits,
     share,
     q_len,
+    k_len,
     first,
     end,
     low,
@@ -63,7 +65,8 @@ def part(
 ):
     """Sums [batch, kv_heads, splits, ROWS, HEAD_DIM], maxima and totals [..., ROWS] of keys `first` to `end`.
 
-    Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys.
+    Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys. With key_lens
+    [batch] all this is of a row with k_len keys: the bounds move with a row's end, and its splits share what it has.
     """
     program = tl.program_id(0)
     split = program % splits
@@ -81,6 +84,15 @@ def part(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc, acc_rest = zeros(ROWS, BLOCK_D, 0)
+    if key_lens is not None:
+        missing = k_len - tl.minimum(tl.maximum(tl.load(key_lens + batch), 0), k_len).to(tl.int32)
+        first = tl.maximum(first - missing, 0)
+        end -= missing
+        share = tl.cdiv(tl.cdiv(end - first, splits), COLUMNS) * COLUMNS
+        if low is not None:
+            low -= missing
+        if high is not None:
+            high -= missing
     start = first + split * share
     stop = tl.minimum(start + share, end)
     for n in range(start, stop, COLUMNS):
