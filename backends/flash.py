@@ -25,8 +25,10 @@ from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.kernels.numerics import with_positive_scale
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import FEW_QUERIES
 
 SPLIT_ROWS = 8192  #: of q, up to which flash-attn 3 may split the keys: `workspace_bytes` covers the parts' sums
 
@@ -51,12 +53,14 @@ class Generation(Kernel):
         window = (pattern.left, pattern.right) if isinstance(pattern, Window) else (None, None)
         return cls(window, problem.deterministic, problem.softcap)
 
-    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
+    def forward(self, call: DenseCall, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As of `Kernel`; `lengths`: int32 [batch], how many of its first keys each row has."""
+        out, lse = self.bound(call.is_causal, call.scale, lengths)(*map(vector_aligned, call[:3]))
         return out[..., : call.q.shape[-1]], lse
 
-    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
-        op, windowed = self._forward(is_causal, scale), self.window != (None, None)
+    def bound(self, is_causal: bool, scale: float, lengths: Tensor | None = None) -> Callable[..., tuple[Tensor, ...]]:
+        op = self._forward(is_causal, scale, lengths)
+        windowed = self.window != (None, None) or lengths is not None
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             refuse_tangents("flash", q, k, v)
@@ -77,7 +81,7 @@ class Generation(Kernel):
         return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
     @abstractmethod
-    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+    def _forward(self, is_causal: bool, scale: float, lengths: Tensor | None) -> Callable[..., Any]:
         """The library's function, bound to all but aligned q, k and v: out, lse and others."""
 
     @abstractmethod
@@ -92,9 +96,12 @@ class Generation(Kernel):
 class Flash2(Generation):
     """flash-attn 2, by its extension: the interface's operators of Python take tens of microseconds more."""
 
-    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
-        op = extension2().fwd
-        given = None, None, 0.0, scale, is_causal, *self._sides(), self.softcap, False, None
+    def _forward(self, is_causal: bool, scale: float, lengths: Tensor | None) -> Callable[..., Any]:
+        library, how = extension2(), (scale, is_causal, *self._sides(), self.softcap, False)
+        if lengths is not None:
+            op, of_rows = library.fwd_kvcache, (None, None, lengths, *[None] * 7, *how, 0)
+            return lambda q, k, v: op(q, k, v, *of_rows)
+        op, given = library.fwd, (None, None, 0.0, *how, None)
         return lambda q, k, v: op(q, k, v, *given)
 
     def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
@@ -107,8 +114,8 @@ class Flash2(Generation):
 class Flash3(Generation):
     """flash-attn 3, by its ops, whose arguments are more stable than those of its Python functions."""
 
-    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
-        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale)
+    def _forward(self, is_causal: bool, scale: float, lengths: Tensor | None) -> Callable[..., Any]:
+        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale) | {"seqused_k": lengths}
         # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
         return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:3].numel() > SPLIT_ROWS), **options)
 
@@ -125,8 +132,8 @@ class Flash3(Generation):
 class Flash4(Generation):
     """flash-attn 4; an open window side is None. It launches on the current device, wherever its tensors are."""
 
-    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
-        options = self._options(is_causal, scale)
+    def _forward(self, is_causal: bool, scale: float, lengths: Tensor | None) -> Callable[..., Any]:
+        options = self._options(is_causal, scale) | {"seqused_k": lengths}
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
             with current_device(q.device):
@@ -217,18 +224,43 @@ shares_builds = True
 score_terms = ("softcap",)
 
 
-def first_call_ms(problem: Problem) -> float:
+def first_call_ms(problem: Problem, more: str | None = None) -> float:
     """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
-    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem)
+    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem, more)
     return flash4.COMPILE_MS if compiles else 0.0
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    if first_call_ms(problem):
+def takes_key_lens(problem: Problem) -> bool:
+    """The newer generations need a copy of the values, which takes longer than a decoding step itself."""
+    quick = isinstance(BACKEND.kernel(problem), Flash2) or problem.q_len > FEW_QUERIES
+    return quick and not problem.needs_grad and isinstance(problem.pattern, Dense | Window)
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor | None = None, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    more = None if key_lens is None else "key_lens"
+    if first_call_ms(problem, more):
         refuse_capture(problem.device)
-    found = BACKEND.run(q, k, v, problem, **tensors)
-    note(name, problem)
+    found = BACKEND.run(q, k, v, problem, **tensors) if key_lens is None else _of_rows(q, k, v, problem, key_lens)
+    note(name, problem, more)
     return found
+
+
+def _of_rows(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """out and lse where rows have so many of their first keys.
+
+    Kernels read values, with weight 0, before a window and, of the newer generations, after a row's end: not NaN.
+    """
+    kernel: Any = BACKEND.kernel(problem)
+    q, problem = with_positive_scale(q, problem)
+    lengths, left = key_lens.clamp(0, problem.k_len).int(), kernel.window[0]
+    if left is not None or not isinstance(kernel, Flash2):
+        place, end = torch.arange(problem.k_len, device=q.device), lengths[:, None]
+        first = end - problem.q_len - (problem.k_len if left is None else left)
+        v = v.masked_fill(((place < first) | (place >= end))[:, :, None, None], 0.0)
+    is_causal = isinstance(problem.pattern, Dense) and problem.pattern.is_causal
+    return kernel.forward(DenseCall(q, k, v, is_causal, problem.scale), lengths)  # type: ignore[no-any-return]
 
 
 def specialized(

@@ -187,7 +187,7 @@ def _takes_key_lens(problem: Problem, name: str) -> bool:
 
 def _by_key_lens(call: Call) -> list[Call]:
     """A call for each run of rows with equally many keys: views, with what goes by row of the other tensors."""
-    tokens, lengths = call.layout.index("n"), read_on_host("key_lens", call.key_lens).tolist()
+    tokens, lengths = call.layout.index("n"), _integers("key_lens", call.key_lens).tolist()
     k_len = call.k.shape[tokens]
     if not all(0 <= length <= k_len for length in lengths):
         raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths)}")
@@ -422,6 +422,8 @@ def read_on_host(name: str, x: Tensor) -> Tensor:
     """The values of an argument that a call depends on. Raises NoBackend where they are not there to be read."""
     if tracing.graphed(x):
         raise NoBackend(f"{name} must be read by the host, so that a graph would hold for these values alone")
+    if device_cache.capturing(x.device):
+        raise NoBackend(f"{name} must be read by the host, which no CUDA graph captures")
     while tracing.functorch.is_functorch_wrapped_tensor(x):
         if tracing.functorch.is_batchedtensor(x):
             raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import BackendFailed, Dense, Neighborhood, Window, attend
+from attn_dispatch import BackendFailed, Dense, Neighborhood, NoBackend, Window, attend
 from attn_dispatch.backends import triton
 from attn_dispatch.calls import packing
 from attn_dispatch.kernels import registry
@@ -92,7 +92,11 @@ def test_tables_outlive_trials_of_others_and_graphs_all_else(
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.usefixtures("triton_interpreter")
 def test_hidden_keys_and_few_queries_are_not_captured_first(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host reads no `key_lens`, which a graph's replay may find changed."""
+    """The host reads no `key_lens`, which a graph's replay may find changed, but for other backends."""
+    q, k, v = qkv(1, 64)
+    streams.capturing = True
+    with pytest.raises(NoBackend, match="key_lens must be read by the host, which no CUDA graph captures"):
+        attend(q, k, v, key_lens=torch.tensor([40]), backend="sdpa")
     monkeypatch.setattr(packing, "read_on_host", None)
     _unseen.cache_clear()
     lengths = torch.tensor([40])

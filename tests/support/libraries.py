@@ -116,9 +116,17 @@ def modules(monkeypatch: pytest.MonkeyPatch, **names: dict[str, Any]) -> None:
 # --- flash-attn -------------------------------------------------------------------------------------------------------
 
 
-def flash_bias(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor:
+def flash_bias(
+    q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None, ends: Tensor | None = None
+) -> Tensor:
+    """`ends` [batch]: how many keys each row has."""
     left, right = (-1 if side is None else side for side in (left, right))
-    return as_bias(band(q, k, left, 0 if causal else right))
+    if ends is None:
+        return as_bias(band(q, k, left, 0 if causal else right))
+    assert (ends.dtype, ends.is_contiguous(), ends.shape) == (torch.int32, True, q.shape[:1])
+    assert 0 <= int(ends.min()) <= int(ends.max()) <= k.shape[1]
+    rows = [band(q, k[:, :end], left, 0 if causal else right) for end in ends.tolist()]
+    return as_bias(torch.stack([torch.nn.functional.pad(row, (0, k.shape[1] - row.shape[1])) for row in rows]))[:, None]
 
 
 def flash_attn_2(
@@ -135,6 +143,20 @@ def flash_attn_2(
         bias = flash_bias(q, k, is_causal, window_size_left, window_size_right)
         return *forward(q, k, v, softmax_scale, bias, math.inf), None, None
 
+    def fwd_kvcache(
+        q, kcache, vcache, k_, v_, seqlens_k_, rotary_cos_, rotary_sin_, cache_batch_idx_, leftpad_k_, block_table_,
+        alibi_slopes_, out_, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+        is_rotary_interleaved, num_splits, /,
+    ):  # fmt: skip
+        check_rows(q, kcache, vcache)
+        unused = k_, v_, rotary_cos_, rotary_sin_, cache_batch_idx_, leftpad_k_, block_table_, alibi_slopes_, out_
+        assert (*unused, softcap, is_rotary_interleaved, num_splits) == (*[None] * 9, 0.0, False, 0)
+        bias = flash_bias(q, kcache, is_causal, window_size_left, window_size_right, seqlens_k_)
+        # Values after a row's end are not read; scores there are replaced.
+        after = torch.arange(kcache.shape[1]) >= seqlens_k_[:, None]
+        v = vcache.masked_fill(after[:, :, None, None], 0.0)
+        return forward(q, kcache.nan_to_num(0.0), v, softmax_scale, bias, math.inf)
+
     def bwd(
         dout, q, k, v, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, p_dropout, softmax_scale, is_causal,
         window_size_left, window_size_right, softcap, deterministic, gen_, rng_state, /,
@@ -148,7 +170,7 @@ def flash_attn_2(
         for into, grad in zip((dq_, dk_, dv_), found):
             into.copy_(grad)
 
-    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={imported: _namespace(fwd, bwd)})
+    modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={imported: _namespace(fwd, fwd_kvcache, bwd)})
 
 
 def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
@@ -161,7 +183,8 @@ def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -
     ):  # fmt: skip
         check_rows(q, k, v)
         assert return_lse
-        bias = flash_bias(q, k, causal, window_size_left, window_size_right)
+        bias = flash_bias(q, k, causal, window_size_left, window_size_right, seqused_k)
+        k = k if seqused_k is None else k.nan_to_num(0.0)  # scores are replaced
         return *forward(q, k, v, softmax_scale, bias, -math.inf), None, None, None
 
     def _flash_attn_bwd(
@@ -209,7 +232,9 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -
         given = _named(FLASH_3_FWD, q, k, v, *rest)
         check_rows(q, k, v)
         calls.append({"num_splits": given.num_splits})
-        bias = flash_bias(q, k, given.is_causal, given.window_size_left, given.window_size_right)
+        window = given.window_size_left, given.window_size_right
+        bias = flash_bias(q, k, given.is_causal, *window, given.seqused_k)
+        k = k if given.seqused_k is None else k.nan_to_num(0.0)  # scores are replaced
         return *forward(q, k, v, given.softmax_scale, bias, -math.inf), torch.empty(0), torch.empty(0)
 
     def bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
