@@ -94,8 +94,8 @@ def attend(
         bias: [1 or batch, 1 or heads, q_len, k_len], floating point, added to the scores; -inf hides a key.
         alibi_slopes: [heads] or [batch, heads], floating point: `slope * distance` in tokens is subtracted from the
             scores; the last query is aligned with the last key. They get no gradient.
-        key_lens: [batch] int32 or int64: each row's keys, of which the last is aligned with the last query, as in a
-            cache whose rows are filled to different lengths. What follows them is not read. They are read on the host,
+        key_lens: [batch] int32 or int64: each row's keys, of which the last is aligned with the last query, as in
+            a cache whose rows are filled to different lengths. What follows them is not read. The host reads them
             unless they are on a GPU and a backend takes them there, which clamps them to 0..k_len.
         alignment: "lower_right", or "upper_left", which aligns the first query with the first key, for causal `Dense`.
         first_head, all_heads: where q, k and v hold a share of the heads, as on a rank of a program that shards them:

@@ -13,7 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches import flash4
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
@@ -38,11 +39,14 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Generation(Kernel):
-    """Base of the generations. `window`: keys to the left and right of a query, None for all. `softcap`: 0 for none."""
+    """Base of the generations. `window`: keys to the left and right of a query, None for all. `softcap`: 0 for
+    none. `lengths`: int32 [batch], the number of each row's keys in a forward pass, None for all.
+    """
 
     window: Sides = (None, None)
     deterministic: bool = False
     softcap: float = 0.0
+    lengths: Tensor | None = None
 
     grouped = True
     tokens_first = True
@@ -53,14 +57,12 @@ class Generation(Kernel):
         window = (pattern.left, pattern.right) if isinstance(pattern, Window) else (None, None)
         return cls(window, problem.deterministic, problem.softcap)
 
-    def forward(self, call: DenseCall, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As of `Kernel`; `lengths`: int32 [batch], how many of its first keys each row has."""
-        out, lse = self.bound(call.is_causal, call.scale, lengths)(*map(vector_aligned, call[:3]))
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
         return out[..., : call.q.shape[-1]], lse
 
-    def bound(self, is_causal: bool, scale: float, lengths: Tensor | None = None) -> Callable[..., tuple[Tensor, ...]]:
-        op = self._forward(is_causal, scale, lengths)
-        windowed = self.window != (None, None) or lengths is not None
+    def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
+        op, windowed = self._forward(is_causal, scale), self.window != (None, None) or self.lengths is not None
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             refuse_tangents("flash", q, k, v)
@@ -81,7 +83,7 @@ class Generation(Kernel):
         return tuple(x[..., : call.q.shape[-1]] for x in grads)
 
     @abstractmethod
-    def _forward(self, is_causal: bool, scale: float, lengths: Tensor | None) -> Callable[..., Any]:
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
         """The library's function, bound to all but aligned q, k and v: out, lse and others."""
 
     @abstractmethod
@@ -96,13 +98,12 @@ class Generation(Kernel):
 class Flash2(Generation):
     """flash-attn 2, by its extension: the interface's operators of Python take tens of microseconds more."""
 
-    def _forward(self, is_causal: bool, scale: float, lengths: Tensor | None) -> Callable[..., Any]:
-        library, how = extension2(), (scale, is_causal, *self._sides(), self.softcap, False)
-        if lengths is not None:
-            op, of_rows = library.fwd_kvcache, (None, None, lengths, *[None] * 7, *how, 0)
-            return lambda q, k, v: op(q, k, v, *of_rows)
-        op, given = library.fwd, (None, None, 0.0, *how, None)
-        return lambda q, k, v: op(q, k, v, *given)
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        op, given = extension2().fwd, (scale, is_causal, *self._sides(), self.softcap, False)
+        if self.lengths is not None:
+            op, rows = extension2().fwd_kvcache, (None, None, self.lengths, *[None] * 7)
+            return lambda q, k, v: op(q, k, v, *rows, *given, 0)
+        return lambda q, k, v: op(q, k, v, None, None, 0.0, *given, None)
 
     def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
         grads = _new_gradients(saved)
@@ -114,8 +115,8 @@ class Flash2(Generation):
 class Flash3(Generation):
     """flash-attn 3, by its ops, whose arguments are more stable than those of its Python functions."""
 
-    def _forward(self, is_causal: bool, scale: float, lengths: Tensor | None) -> Callable[..., Any]:
-        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale) | {"seqused_k": lengths}
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale, seqused_k=self.lengths)
         # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
         return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:3].numel() > SPLIT_ROWS), **options)
 
@@ -124,16 +125,16 @@ class Flash3(Generation):
         torch.ops.flash_attn_3.bwd(*saved, *grads, deterministic=self.deterministic, **options)
         return grads
 
-    def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
+    def _options(self, is_causal: bool, scale: float, **more: Any) -> dict[str, Any]:
         window = dict(zip(("window_size_left", "window_size_right"), self._sides()))
-        return {"softmax_scale": scale, "is_causal": is_causal, "softcap": self.softcap, **window}
+        return {"softmax_scale": scale, "is_causal": is_causal, "softcap": self.softcap, **window, **more}
 
 
 class Flash4(Generation):
     """flash-attn 4; an open window side is None. It launches on the current device, wherever its tensors are."""
 
-    def _forward(self, is_causal: bool, scale: float, lengths: Tensor | None) -> Callable[..., Any]:
-        options = self._options(is_causal, scale) | {"seqused_k": lengths}
+    def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
+        options = self._options(is_causal, scale) | {"seqused_k": self.lengths}
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
             with current_device(q.device):
@@ -224,34 +225,29 @@ shares_builds = True
 score_terms = ("softcap",)
 
 
-def first_call_ms(problem: Problem, more: str | None = None) -> float:
+def first_call_ms(problem: Problem, by_rows: bool = False) -> float:
     """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
-    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem, more)
+    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem, by_rows)
     return flash4.COMPILE_MS if compiles else 0.0
 
 
 def takes_key_lens(problem: Problem) -> bool:
     """The newer generations need a copy of the values, which takes longer than a decoding step itself."""
     quick = isinstance(BACKEND.kernel(problem), Flash2) or problem.q_len > FEW_QUERIES
-    return quick and not problem.needs_grad and isinstance(problem.pattern, Dense | Window)
+    return quick and not problem.needs_grad and not problem.pattern.branches
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor | None = None, **tensors: Tensor
-) -> tuple[Tensor, Tensor]:
-    more = None if key_lens is None else "key_lens"
-    if first_call_ms(problem, more):
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None, **tensors: Tensor) -> Result:
+    by_rows = key_lens is not None
+    if first_call_ms(problem, by_rows):
         refuse_capture(problem.device)
-    found = BACKEND.run(q, k, v, problem, **tensors) if key_lens is None else _of_rows(q, k, v, problem, key_lens)
-    note(name, problem, more)
+    found = BACKEND.run(q, k, v, problem, **tensors) if key_lens is None else _by_rows(q, k, v, problem, key_lens)
+    note(name, problem, by_rows)
     return found
 
 
-def _of_rows(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse where rows have so many of their first keys.
-
-    Kernels read values, with weight 0, before a window and, of the newer generations, after a row's end: not NaN.
-    """
+def _by_rows(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Kernels read values of weight 0, which may be NaN: before windows and, but for generation 2, after the end."""
     kernel: Any = BACKEND.kernel(problem)
     q, problem = with_positive_scale(q, problem)
     lengths, left = key_lens.clamp(0, problem.k_len).int(), kernel.window[0]
@@ -259,8 +255,8 @@ def _of_rows(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor
         place, end = torch.arange(problem.k_len, device=q.device), lengths[:, None]
         first = end - problem.q_len - (problem.k_len if left is None else left)
         v = v.masked_fill(((place < first) | (place >= end))[:, :, None, None], 0.0)
-    is_causal = isinstance(problem.pattern, Dense) and problem.pattern.is_causal
-    return kernel.forward(DenseCall(q, k, v, is_causal, problem.scale), lengths)  # type: ignore[no-any-return]
+    call = DenseCall(q, k, v, getattr(problem.pattern, "is_causal", False), problem.scale)
+    return replace(kernel, lengths=lengths).forward(call)  # type: ignore[no-any-return]
 
 
 def specialized(

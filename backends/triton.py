@@ -116,9 +116,7 @@ def takes_key_lens(problem: Problem) -> bool:
     return key_parts(problem) is not None and not problem.needs_grad
 
 
-def run(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor | None = None, **tensors: Tensor
-) -> tuple[Tensor, Tensor]:
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None, **tensors: Tensor) -> Result:
     refuse_tangents(name, q, k, v)
     masks = masks_of(tensors)
     if key_lens is not None:  # no key is read that no query sees

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
 
@@ -18,17 +16,9 @@ from attn_dispatch import process_state
 from attn_dispatch.calls.widths import is_empty, widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, notify, observed, only, resolve
-from attn_dispatch.decisions.decide import (
-    decision_for,
-    drop_oldest,
-    explain_problem,
-    forced_decision,
-    lock,
-    on_trial,
-)
+from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_problem, lock, on_trial
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs import operators
-from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import device_cache, registry
@@ -36,7 +26,6 @@ from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_sink
@@ -94,7 +83,7 @@ def sink(call: Call) -> Rewritten | None:
 
 
 def key_lens(call: Call) -> Rewritten | None:
-    """A backend that takes them on the device, decided as with all keys; else a call for each run of equal ones.
+    """A call of a backend that takes them, on the device; else one for each run of rows with equally many keys.
 
     Raises:
         InvalidInput: an argument is wrong, or cannot be given with `key_lens`.
@@ -107,82 +96,57 @@ def key_lens(call: Call) -> Rewritten | None:
     operators.check_whole(call)
     if (alike := widths(call)) is not None:
         return alike
-    lengths, batch = _check_integers("key_lens", call.key_lens), call.k.shape[0]
+    lengths, batch = _integers("key_lens", call.key_lens, read=False), call.k.shape[0]
     if list(lengths.shape) != [batch]:
         raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
-    whole, stacked = _with_all_keys(call, lengths), partial(_stacked, call.return_lse)
-    if whole is None or lengths.device.type not in device_cache.DEVICES:
-        rows = _by_key_lens(call)  # raises
-        if whole is None:
-            return Rewritten(rows, stacked) if rows else Rewritten([call._replace(key_lens=None)], only)
-    forced, found = (call.backend, call.order), list[ResolvedCall | None]()
-
-    def calls() -> Iterator[Call]:
-        found.append(_for_key_lens(whole, forced))
-        yield from _by_key_lens(call) if found[0] is None else ()
-
-    def joined(results: list[Any]) -> Any:
-        if found[0] is None:
-            return stacked(results)
-        with torch.autocast(call.q.device.type, enabled=False):
-            q, k, v = (x.to(whole.dtype) for x in call.tokens_first)
-            return call.returned(*found[0].result(q, k, v, **call.tensors, key_lens=lengths))
-
-    def explained() -> list[Any]:
-        name, decision = _taker(whole, forced, explain_problem)
-        one = decision if decision is None or decision.choice == name else explain_problem(whole, name)
-        return _by_key_lens(call) if one is None else [one]
-
-    return Rewritten(calls(), joined, explained)
+    whole = _of_all_keys(call, lengths)
+    on_device = whole is not None and lengths.device.type in device_cache.DEVICES
+    rows = [] if on_device else _by_key_lens(call)  # which checks them
+    if whole is not None:
+        return Rewritten([], lambda _: _on_device(call, whole), lambda: [_explained_on_device(call, whole)])
+    if rows:
+        return Rewritten(rows, partial(_stacked, call.return_lse))
+    return Rewritten([call._replace(key_lens=None)], only)
 
 
-def _with_all_keys(call: Call, lengths: Tensor) -> Problem | None:
-    """The problem of whole rows, where a backend may take their lengths: on a GPU, or if it is forced."""
-    on_host = lengths.device.type not in device_cache.DEVICES
-    if lengths.device != call.q.device or (on_host and call.backend is None):
-        return None
+def _of_all_keys(call: Call, lengths: Tensor) -> Problem | None:
+    """The problem with all keys where a backend takes `key_lens`: on a GPU, or where it is forced."""
+    check_names(call.backend, call.order)
+    forced = call.backend is not None or lengths.device.type in device_cache.DEVICES
     traced = tracing.is_traced(*call.qkv, lengths) or tracing.has_tangents(*call.qkv, *call.tensors.values())
-    if traced or is_empty(call) or not isinstance(choose_pattern(call), Dense | Window):
+    if traced or not forced or lengths.device != call.q.device or is_empty(call):
+        return None
+    if choose_pattern(call).lengthened(1, 2) is None:  # it need not fit all keys
         return None
     problem = Problem.of_call(call)
-    return None if problem.needs_grad else problem
+    return problem if _takers(problem, call.backend, call.order) else None
 
 
-def _for_key_lens(problem: Problem, forced: tuple[Any, Any]) -> ResolvedCall | None:
-    """A call of the backend that takes `key_lens`; None where there is none."""
-    key = problem, forced, torch.get_num_threads()
-    if key in _calls_at_once:
-        return _calls_at_once[key]
-    usual = measured_for(problem)
-    notify(usual)
-    name, _ = _taker(problem, forced, lambda *given: forced_decision(*given) if any(forced) else decision_for(problem))
-    call = None if name is None else ResolvedCall(observed(registry.load(name).run, usual), problem, name)
-    if not cannot_measure(problem.device):
-        with lock:
-            _calls_at_once[key] = call
-            drop_oldest(_calls_at_once, MAX_CALLS)
-    return call
+@lru_cache(maxsize=MAX_CALLS)
+def _takers(problem: Problem, backend: str | None, order: str | None) -> list[str]:
+    """The backends that take `key_lens`, of all or a forced one, in order of preference."""
+    found = []
+    for name in registry.names() if backend is None else (backend,):
+        with suppress(InvalidInput):  # it cannot be loaded
+            takes = registry.load(name).takes_key_lens if order in (None, NATURAL) else None
+            if takes is not None and unmeasured.can_run(problem, (name, NATURAL)) and takes(problem):
+                found.append(name)
+    return found
 
 
-def _taker(problem: Problem, forced: tuple[Any, Any], decide: Callable[..., Any]) -> tuple[str | None, Any]:
-    """The backend that takes `key_lens`, and the decision: the chosen one, else the fastest measured; None: there is
-    none.
-    """
-    backend, order = forced
-    names = registry.names() if backend is None else (backend,)
-    takers = [name for name in names if order in (None, NATURAL) and _takes_key_lens(problem, name)]
-    if not takers:
-        return None, None
-    decision = decide(problem, *forced)
-    times = {row.backend: row.median_ms for row in decision.candidates if row.median_ms is not None}
-    return min(takers, key=lambda name: (name != decision.choice, times.get(name, math.inf))), decision
+def _on_device(call: Call, problem: Problem) -> Any:
+    """The results of the backend that takes `key_lens`: the one that was decided on, else the first."""
+    takers = _takers(problem, call.backend, call.order)
+    chosen = resolve(problem, call.backend, call.order).backend.split("@")[0]
+    resolved = resolve(problem, chosen if chosen in takers else takers[0])
+    with torch.autocast(call.q.device.type, enabled=False):
+        q, k, v = (x.to(problem.dtype) for x in call.tokens_first)
+        return call.returned(*resolved.result(q, k, v, **call.tensors, key_lens=call.key_lens))
 
 
-def _takes_key_lens(problem: Problem, name: str) -> bool:
-    with suppress(InvalidInput):  # it is not there
-        takes = registry.load(name).takes_key_lens
-        return takes is not None and unmeasured.can_run(problem, (name, NATURAL)) and takes(problem)
-    return False
+def _explained_on_device(call: Call, problem: Problem) -> Explanation:
+    takers, found = _takers(problem, call.backend, call.order), explain_problem(problem, call.backend, call.order)
+    return found if found.choice in takers else explain_problem(problem, takers[0])
 
 
 def _by_key_lens(call: Call) -> list[Call]:
@@ -315,8 +279,8 @@ def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
     return takes and unmeasured.can_run(problem, (name, NATURAL))
 
 
-_calls_at_once: dict[Any, ResolvedCall | None] = {}
-process_state.register(process_state.ROUTES, _calls_at_once.clear)
+_calls_at_once: dict[Any, ResolvedCall] = {}
+process_state.register(process_state.ROUTES, _calls_at_once.clear, _takers.cache_clear)
 
 
 def _all_documents(resolved: ResolvedCall, call: Call, given: Documents) -> Any:
@@ -407,15 +371,11 @@ def _lengths_of_starts(cu_seqlens: object, batch: int, length: int) -> list[int]
     return [end - start for start, end in pairwise(starts)]
 
 
-def _integers(name: str, value: object) -> Tensor:
-    return read_on_host(name, _check_integers(name, value))
-
-
-def _check_integers(name: str, value: object) -> Tensor:
+def _integers(name: str, value: object, *, read: bool = True) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         kind: Any = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InvalidInput(f"{name} must be an int32 or int64 tensor, got {kind}")
-    return value
+    return read_on_host(name, value) if read else value
 
 
 def read_on_host(name: str, x: Tensor) -> Tensor:

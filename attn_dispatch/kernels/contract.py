@@ -69,9 +69,9 @@ class Backend:
       holds documents of these lengths in tokens, 1 or more: every document by itself. `problem` is that of the rows,
       with the pattern of the documents, `Dense`, `Window` or `Dilated`, and without a bias. Without it, documents of
       one length are a call.
-    * `takes_key_lens(problem) -> bool`: `run` takes `key_lens`, too, for this problem of `Dense` or `Window`, which is
-      not refused: int32 or int64 [batch] on the device, of any values. Each row is computed as by a call with so many
-      of its first keys, at least 0 and at most all; the host reads none. Without it, rows of one length are a call.
+    * `takes_key_lens(problem) -> bool`: `run` takes `key_lens`, too, for a problem of `Dense` or `Window` that is
+      not refused: int32 or int64 [batch] on the device, of any values. A row is computed as by a call with so many
+      of its first keys, from none to all. Without it, the host reads them, and rows of one length are a call.
     * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
       refused for it.
     * `specialized(problem, q, k, v, heads_first=False) -> Callable | None`: a function of q, k, v and problem that does

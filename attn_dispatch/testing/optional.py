@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, adapted, asks_specialized, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.pattern import Dense, Window
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import nan_memory
@@ -108,7 +109,6 @@ def documents_failures(backend: Any, problem: Problem) -> list[str]:
     """What is wrong with the results of `problem_of_documents`, of documents of several lengths."""
     lengths = _lengths(problem.q_len)
     example = make(problem)
-    seen = example.masks.get("key_mask")
     shape = (problem.batch, problem.heads, problem.q_len, problem.q_len)
     counts, start = torch.zeros(shape, dtype=torch.int32, device=problem.device), 0
     for length in lengths:
@@ -116,49 +116,42 @@ def documents_failures(backend: Any, problem: Problem) -> list[str]:
         counts[:, :, inside, inside] = problem.pattern.multiplicity(
             length, length, problem.heads, device=problem.device
         )
-    if seen is not None:
-        counts *= seen[:, None, None]
-    oracle = _oracle(example, counts)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, dense: Problem, **tensors: Tensor) -> Any:
-        given = {name: x for name, x in example.masks.items() if name != "bias"}
-        return backend.run_documents(q, k, v, problem, lengths, **given)
-
-    with nan_memory(problem, in_torch=backend.first_call_ms is None):
-        found = oracle.run(adapted(SimpleNamespace(run=run)))
-    return list(oracle.check(found).failures)
+    return _failures(backend, problem, example, counts, partial(backend.run_documents, lengths=lengths))
 
 
 def problem_of_key_lens(backend: Backend, problem: Problem) -> Problem | None:
-    """The problem of whole rows of which `takes_key_lens` is asked for one like this; None where it is not or false."""
+    """The problem of which `takes_key_lens` is asked for one like this; None where it is not, or is false."""
     rows = replace(problem, batch=len(PARTS), needs_grad=False, bias_needs_grad=False, has_seq_lens=False)
     odd = problem.bias or problem.alibi_axes or problem.dropout_p  # slopes count from each row's end
-    if backend.takes_key_lens is None or odd or not isinstance(problem.pattern, Dense | Window):
-        return None
-    return rows if not refusals_of(backend, rows) and backend.takes_key_lens(rows) else None
+    takes = None if odd or refusals_of(backend, rows) else backend.takes_key_lens
+    return rows if takes is not None and takes(rows) else None
 
 
 def key_lens_failures(backend: Any, problem: Problem) -> list[str]:
-    """What is wrong with the results of rows with none of the keys, some, and all; NaN is in what no query sees."""
-    example, shape = make(problem), (problem.batch, problem.heads, problem.q_len, problem.k_len)
-    lengths = torch.tensor(PARTS, device=problem.device).mul(problem.k_len).ceil()
-    lengths = lengths.to((torch.int32, torch.int64)[problem.k_len % 2])
-    counts = torch.zeros(shape, dtype=torch.int32, device=problem.device)
-    for row, length in zip(counts, lengths.clamp(0, problem.k_len).tolist()):
-        found = problem.pattern.multiplicity(problem.q_len, max(1, length), problem.heads, device=problem.device)
-        row[..., :length] = found[..., :length]
-    if (seen := example.masks.get("key_mask")) is not None:
-        counts *= seen[:, None, None]
-    oracle, unseen = _oracle(example, counts), ~counts.any(2).any(1)[..., None, None]
+    """What is wrong with the results of rows with none of the keys, some and all; NaN is in what nothing sees."""
+    q_len, k_len, heads, device = problem.q_len, problem.k_len, problem.heads, problem.device
+    lengths = torch.tensor([math.ceil(part * k_len) for part in PARTS], device=device)
+    counts = torch.zeros(problem.batch, heads, q_len, k_len, dtype=torch.int32, device=device)
+    for row, length in zip(counts, lengths.clamp(0, k_len).tolist()):
+        some = problem.pattern.multiplicity(q_len, max(1, length), heads, device=device)
+        row[..., :length] = some[..., :length]
+    unseen = ~counts.any(2).any(1)[..., None, None]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, dense: Problem, **tensors: Tensor) -> Any:
+    def run(q: Tensor, k: Tensor, v: Tensor, *given: Problem, **masks: Tensor) -> Any:
         k, v = (x.masked_fill(unseen, math.nan) for x in (k, v))
-        given = {name: x for name, x in example.masks.items() if name != "bias"}
-        return backend.run(q, k, v, problem, key_lens=lengths, **given)
+        return backend.run(q, k, v, *given, key_lens=lengths.int() if k_len % 2 else lengths, **masks)
 
+    return _failures(backend, problem, make(problem), counts, run)
+
+
+def _failures(backend: Any, problem: Problem, example: Example, counts: Tensor, run: Any) -> list[str]:
+    """What is wrong with what `run` makes of an example whose queries see keys so often, but for its masks."""
+    given, seen = {name: x for name, x in example.masks.items() if name != "bias"}, example.masks.get("key_mask")
+    oracle = _oracle(example, counts if seen is None else counts * seen[:, None, None])
+    of_dense = SimpleNamespace(run=lambda q, k, v, dense, **tensors: run(q, k, v, problem, **given))
     with nan_memory(problem, in_torch=backend.first_call_ms is None):
-        results = oracle.run(adapted(SimpleNamespace(run=run)))
-    return list(oracle.check(results).failures)
+        found = oracle.run(adapted(of_dense))
+    return list(oracle.check(found).failures)
 
 
 def _lengths(tokens: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from attn_dispatch.calls import packing, rewrites, routes, widths
 from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.registry import LAST_RESORT
-from attn_dispatch.spec.problem import Call, Problem
+from attn_dispatch.spec.problem import Call
 from tests.support import processes
 from tests.support.calls import qkv
 from tests.support.fixtures import INTERPRETED
@@ -170,16 +169,6 @@ def test_key_lens_that_a_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         out = attend(q, k, v, key_lens=lengths)
     assert out.dtype == torch.float16
     assert torch.allclose(out.float(), wanted, atol=1e-2)
-
-
-def test_the_chosen_backend_takes_key_lens_or_the_fastest_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_takes_key_lens", lambda problem, name: name in ("flash", "triton", "manual"))
-    problem, times = Problem.of(Q, K, V), {"manual": 3.0, "triton": 2.0, "sdpa": 1.0, "flash": None}
-    rows = [SimpleNamespace(backend=name, median_ms=time) for name, time in times.items()]
-    for choice, name in (("sdpa", "triton"), ("manual", "manual"), ("flash", "flash")):
-        decision = SimpleNamespace(choice=choice, candidates=rows)
-        assert packing._taker(problem, (None, None), lambda *_, found=decision: found) == (name, decision)
-    assert packing._taker(problem, (None, "snake"), attend) == packing._taker(problem, ("tiles", None), attend)
 
 
 def test_documents_are_explained() -> None:

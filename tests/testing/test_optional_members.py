@@ -106,7 +106,7 @@ class Other(Planted):
         return step(self.steps, "joined", torch.cat(outs, 1), torch.cat(lses, 2))  # type: ignore[no-any-return]
 
     def takes_key_lens(self, problem: Problem) -> bool:
-        return self.compute is manual.run
+        return problem.pattern.lengthened(1, 2) is not None and not problem.pattern.branches
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Any:
         if (key_lens := tensors.pop("key_lens", None)) is None:

@@ -65,8 +65,8 @@ def part(
 ):
     """Sums [batch, kv_heads, splits, ROWS, HEAD_DIM], maxima and totals [..., ROWS] of keys `first` to `end`.
 
-    Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys. With key_lens
-    [batch] all this is of a row with k_len keys: the bounds move with a row's end, and its splits share what it has.
+    Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys. With
+    key_lens [batch] that is for k_len keys: bounds move with a row's end, and its splits share what it has.
     """
     program = tl.program_id(0)
     split = program % splits
