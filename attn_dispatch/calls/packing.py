@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, not
 from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_problem, lock, on_trial
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs import operators
+from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import device_cache, registry
@@ -101,16 +103,27 @@ def key_lens(call: Call) -> Rewritten | None:
         raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
     whole = _of_all_keys(call, lengths)
     on_device = whole is not None and lengths.device.type in device_cache.DEVICES
-    rows = [] if on_device else _by_key_lens(call)  # which checks them
-    if whole is not None:
-        return Rewritten([], lambda _: _on_device(call, whole), lambda: [_explained_on_device(call, whole)])
-    if rows:
-        return Rewritten(rows, partial(_stacked, call.return_lse))
-    return Rewritten([call._replace(key_lens=None)], only)
+    rows, found = [] if on_device else _by_key_lens(call), list[ResolvedCall | None]()  # which checks the lengths
+    if whole is None:
+        stacked = partial(_stacked, call.return_lse)
+        return Rewritten(rows, stacked) if rows else Rewritten([call._replace(key_lens=None)], only)
+
+    def calls() -> Iterator[Call]:  # decided only where it runs
+        found.append(_of_key_lens(whole, call.backend, call.order, torch.get_num_threads()))
+        yield from _by_key_lens(call) if found[0] is None else ()
+
+    def joined(results: list[Any]) -> Any:
+        if found[0] is None:
+            return _stacked(call.return_lse, results)
+        with torch.autocast(call.q.device.type, enabled=False):
+            q, k, v = (x.to(whole.dtype) for x in call.tokens_first)
+            return call.returned(*found[0].result(q, k, v, **call.tensors, key_lens=lengths))
+
+    return Rewritten(calls(), joined, lambda: _explained_key_lens(call, whole))
 
 
 def _of_all_keys(call: Call, lengths: Tensor) -> Problem | None:
-    """The problem with all keys where a backend takes `key_lens`: on a GPU, or where it is forced."""
+    """The problem with all keys where a backend may take `key_lens`: on a GPU, or if it is forced."""
     check_names(call.backend, call.order)
     forced = call.backend is not None or lengths.device.type in device_cache.DEVICES
     traced = tracing.is_traced(*call.qkv, lengths) or tracing.has_tangents(*call.qkv, *call.tensors.values())
@@ -118,11 +131,9 @@ def _of_all_keys(call: Call, lengths: Tensor) -> Problem | None:
         return None
     if choose_pattern(call).lengthened(1, 2) is None:  # it need not fit all keys
         return None
-    problem = Problem.of_call(call)
-    return problem if _takers(problem, call.backend, call.order) else None
+    return Problem.of_call(call)
 
 
-@lru_cache(maxsize=MAX_CALLS)
 def _takers(problem: Problem, backend: str | None, order: str | None) -> list[str]:
     """The backends that take `key_lens`, of all or a forced one, in order of preference."""
     found = []
@@ -134,19 +145,27 @@ def _takers(problem: Problem, backend: str | None, order: str | None) -> list[st
     return found
 
 
-def _on_device(call: Call, problem: Problem) -> Any:
-    """The results of the backend that takes `key_lens`: the one that was decided on, else the first."""
-    takers = _takers(problem, call.backend, call.order)
-    chosen = resolve(problem, call.backend, call.order).backend.split("@")[0]
-    resolved = resolve(problem, chosen if chosen in takers else takers[0])
-    with torch.autocast(call.q.device.type, enabled=False):
-        q, k, v = (x.to(problem.dtype) for x in call.tokens_first)
-        return call.returned(*resolved.result(q, k, v, **call.tensors, key_lens=call.key_lens))
+def _of_key_lens(*key: Any) -> ResolvedCall | None:
+    """A call of the backend that takes them: the one decided on, else the first; None: there is none."""
+    if key in _calls_at_once:
+        return _calls_at_once[key]
+    (problem, *forced, _), found = key, None
+    if _takers(problem, *forced):
+        chosen = resolve(problem, *forced).backend.split("@")[0]
+        takers = _takers(problem, *forced)  # a trial may have ruled some out
+        found = resolve(problem, chosen if chosen in takers else takers[0]) if takers else None
+    if not cannot_measure(problem.device):
+        with lock:
+            _calls_at_once[key] = found
+            drop_oldest(_calls_at_once, MAX_CALLS)
+    return found
 
 
-def _explained_on_device(call: Call, problem: Problem) -> Explanation:
-    takers, found = _takers(problem, call.backend, call.order), explain_problem(problem, call.backend, call.order)
-    return found if found.choice in takers else explain_problem(problem, takers[0])
+def _explained_key_lens(call: Call, problem: Problem) -> list[Any]:
+    found, takers = explain_problem(problem, call.backend, call.order), _takers(problem, call.backend, call.order)
+    if not takers:
+        return _by_key_lens(call)
+    return [found if found.choice in takers else explain_problem(problem, takers[0])]
 
 
 def _by_key_lens(call: Call) -> list[Call]:
@@ -279,8 +298,9 @@ def _takes_all(problem: Problem, name: str, order: str | None) -> bool:
     return takes and unmeasured.can_run(problem, (name, NATURAL))
 
 
-_calls_at_once: dict[Any, ResolvedCall] = {}
-process_state.register(process_state.ROUTES, _calls_at_once.clear, _takers.cache_clear)
+_calls_at_once: dict[Any, ResolvedCall | None] = {}
+process_state.register(process_state.ROUTES, _calls_at_once.clear)
+process_state.register(process_state.ON_DEVICE, _calls_at_once.clear)
 
 
 def _all_documents(resolved: ResolvedCall, call: Call, given: Documents) -> Any:
