@@ -153,7 +153,7 @@ def _of_key_lens(*key: Any) -> ResolvedCall | None:
     if _takers(problem, *forced):
         chosen = resolve(problem, *forced).backend.split("@")[0]
         takers = _takers(problem, *forced)  # a trial may have ruled some out
-        found = resolve(problem, chosen if chosen in takers else takers[0]) if takers else None
+        found = resolve(problem, chosen if chosen in takers else takers[0], NATURAL) if takers else None
     if not cannot_measure(problem.device):
         with lock:
             _calls_at_once[key] = found
