@@ -182,10 +182,10 @@ def _run(call: Call) -> Any:
 
 
 def _compiled(call: Call) -> Any:
-    """attend in a compiled function: one operator; between its graphs with ranks, random numbers, `key_lens` or inside
-    torch.func's derivatives, whose tangents an operator would drop.
+    """attend in a compiled function: one operator; between its graphs with ranks, random numbers or inside torch.func's
+    derivatives, whose tangents an operator would drop.
     """
-    between = call.mesh is not None or call.key_lens is not None or call.dropout_p
+    between = call.mesh is not None or call.dropout_p
     if between or tracing.is_dtensor(call.q) or tracing.differentiates():
         return torch.compiler.disable(_run)(call)  # type: ignore[no-untyped-call]
     return _rewritten(call)
@@ -230,7 +230,7 @@ def _attend_backward(
 
 def _computed(call: Call, needs_grad: bool, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
     """out, and lse where it is known. Without gradients as attend() does it, which finds its routes sooner."""
-    if needs_grad and not (call.packs or unequal(call) or is_empty(call)):
+    if needs_grad and not (call.packs or call.key_lens is not None or unequal(call) or is_empty(call)):
         return graph_runs.with_gradients(call, known)
     found = _run(call)
     return found if call.return_lse else (found, None)
