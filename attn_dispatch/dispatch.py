@@ -94,8 +94,9 @@ def attend(
         bias: [1 or batch, 1 or heads, q_len, k_len], floating point, added to the scores; -inf hides a key.
         alibi_slopes: [heads] or [batch, heads], floating point: `slope * distance` in tokens is subtracted from the
             scores; the last query is aligned with the last key. They get no gradient.
-        key_lens: [batch] int32 or int64, read on the host: each row's keys, of which the last is aligned with the last
-            query, as in a cache whose rows are filled to different lengths. What follows them is not read.
+        key_lens: [batch] int32 or int64: each row's keys, of which the last is aligned with the last query, as in
+            a cache whose rows are filled to different lengths. What follows them is not read. The host reads them
+            unless they are on a GPU and a backend takes them there, which clamps them to 0..k_len.
         alignment: "lower_right", or "upper_left", which aligns the first query with the first key, for causal `Dense`.
         first_head, all_heads: where q, k and v hold a share of the heads, as on a rank of a program that shards them:
             the number of q's first head, and of all heads. Patterns that differ by head go by these numbers.
@@ -181,10 +182,10 @@ def _run(call: Call) -> Any:
 
 
 def _compiled(call: Call) -> Any:
-    """attend in a compiled function: one operator; between its graphs with ranks, random numbers, `key_lens` or inside
-    torch.func's derivatives, whose tangents an operator would drop.
+    """attend in a compiled function: one operator; between its graphs with ranks, random numbers or inside torch.func's
+    derivatives, whose tangents an operator would drop.
     """
-    between = call.mesh is not None or call.key_lens is not None or call.dropout_p
+    between = call.mesh is not None or call.dropout_p
     if between or tracing.is_dtensor(call.q) or tracing.differentiates():
         return torch.compiler.disable(_run)(call)  # type: ignore[no-untyped-call]
     return _rewritten(call)
@@ -229,7 +230,7 @@ def _attend_backward(
 
 def _computed(call: Call, needs_grad: bool, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
     """out, and lse where it is known. Without gradients as attend() does it, which finds its routes sooner."""
-    if needs_grad and not (call.packs or unequal(call) or is_empty(call)):
+    if needs_grad and not (call.packs or call.key_lens is not None or unequal(call) or is_empty(call)):
         return graph_runs.with_gradients(call, known)
     found = _run(call)
     return found if call.return_lse else (found, None)

@@ -27,8 +27,10 @@ from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.kernels.numerics import with_positive_scale
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import FEW_QUERIES
 
 SPLIT_ROWS = 8192  #: of q, up to which flash-attn 3 may split the keys: `workspace_bytes` covers the parts' sums
 
@@ -44,12 +46,14 @@ class Generation(Kernel):
         window: keys to the left and right of a query, None for all.
         softcap: 0 for none.
         documents: of one row: where each starts, and the last ends, int32 [documents + 1]; tokens of the longest.
+        lengths: int32 [batch], the number of each row's keys in a forward pass, None for all.
     """
 
     window: Sides = (None, None)
     deterministic: bool = False
     softcap: float = 0.0
     documents: tuple[Tensor, int] | None = None
+    lengths: Tensor | None = None
 
     grouped = packs = True
     tokens_first = True
@@ -69,7 +73,7 @@ class Generation(Kernel):
         return out[..., : call.q.shape[-1]], lse
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
-        op, windowed = self._forward(is_causal, scale), self.window != (None, None)
+        op, windowed = self._forward(is_causal, scale), self.window != (None, None) or self.lengths is not None
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             refuse_tangents("flash", q, k, v)
@@ -121,11 +125,17 @@ class Flash2(Generation):
 
     def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
         op, lists = extension2().fwd, [*self._lists().values()]
-        given: Any = None, None, 0.0, scale, is_causal, *self._sides(), self.softcap, False, None
+        given: Any = scale, is_causal, *self._sides(), self.softcap, False
         if lists:
-            op = extension2().varlen_fwd
-            given = None, *lists[:2], None, None, None, None, *lists[2:], 0.0, scale, False, *given[4:]
-        return lambda q, k, v: op(q, k, v, *given)
+            op, rows = (
+                extension2().varlen_fwd,
+                (None, *lists[:2], None, None, None, None, *lists[2:], 0.0, scale, False),
+            )
+            return lambda q, k, v: op(q, k, v, *rows, *given[1:], None)
+        if self.lengths is not None:
+            op, rows = extension2().fwd_kvcache, (None, None, self.lengths, *[None] * 7)
+            return lambda q, k, v: op(q, k, v, *rows, *given, 0)
+        return lambda q, k, v: op(q, k, v, None, None, 0.0, *given, None)
 
     def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
         grads = _new_gradients(saved)
@@ -142,7 +152,7 @@ class Flash3(Generation):
     """flash-attn 3, by its ops, whose arguments are more stable than those of its Python functions."""
 
     def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
-        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale)
+        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale, seqused_k=self.lengths)
         # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
         return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:-1].numel() > SPLIT_ROWS), **options)
 
@@ -151,16 +161,17 @@ class Flash3(Generation):
         torch.ops.flash_attn_3.bwd(*saved, *grads, deterministic=self.deterministic, **options)
         return grads
 
-    def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
+    def _options(self, is_causal: bool, scale: float, **more: Any) -> dict[str, Any]:
         window = dict(zip(("window_size_left", "window_size_right"), self._sides()))
-        return {"softmax_scale": scale, "is_causal": is_causal, "softcap": self.softcap, **window, **self._lists()}
+        more = more | self._lists()
+        return {"softmax_scale": scale, "is_causal": is_causal, "softcap": self.softcap, **window, **more}
 
 
 class Flash4(Generation):
     """flash-attn 4; an open window side is None. It launches on the current device, wherever its tensors are."""
 
     def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
-        options = self._options(is_causal, scale)
+        options = self._options(is_causal, scale) | {"seqused_k": self.lengths}
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
             with current_device(q.device):
@@ -252,18 +263,38 @@ shares_builds = specialized_trains = True
 score_terms = ("softcap",)
 
 
-def first_call_ms(problem: Problem) -> float:
+def first_call_ms(problem: Problem, by_rows: bool = False) -> float:
     """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
-    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem)
+    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem, by_rows)
     return flash4.COMPILE_MS if compiles else 0.0
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    if first_call_ms(problem):
+def takes_key_lens(problem: Problem) -> bool:
+    """The newer generations need a copy of the values, which takes longer than a decoding step itself."""
+    quick = isinstance(BACKEND.kernel(problem), Flash2) or problem.q_len > FEW_QUERIES
+    return quick and not problem.needs_grad and not problem.pattern.branches
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None, **tensors: Tensor) -> Result:
+    by_rows = key_lens is not None
+    if first_call_ms(problem, by_rows):
         refuse_capture(problem.device)
-    found = BACKEND.run(q, k, v, problem, **tensors)
-    note(name, problem)
+    found = BACKEND.run(q, k, v, problem, **tensors) if key_lens is None else _by_rows(q, k, v, problem, key_lens)
+    note(name, problem, by_rows)
     return found
+
+
+def _by_rows(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Kernels read values of weight 0, which may be NaN: before windows and, but for generation 2, after the end."""
+    kernel: Any = BACKEND.kernel(problem)
+    q, problem = with_positive_scale(q, problem)
+    lengths, left = key_lens.clamp(0, problem.k_len).int(), kernel.window[0]
+    if left is not None or not isinstance(kernel, Flash2):
+        place, end = torch.arange(problem.k_len, device=q.device), lengths[:, None]
+        first = end - problem.q_len - (problem.k_len if left is None else left)
+        v = v.masked_fill(((place < first) | (place >= end))[:, :, None, None], 0.0)
+    call = DenseCall(q, k, v, getattr(problem.pattern, "is_causal", False), problem.scale)
+    return replace(kernel, lengths=lengths).forward(call)  # type: ignore[no-any-return]
 
 
 def specialized(

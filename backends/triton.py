@@ -112,9 +112,15 @@ def configuration(problem: Problem) -> str:
     return "; ".join(f"{each.kernel} {block_configs(each, problem)[0]}" for each in kernels_for(problem))
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def takes_key_lens(problem: Problem) -> bool:
+    return key_parts(problem) is not None and not problem.needs_grad
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None, **tensors: Tensor) -> Result:
     refuse_tangents(name, q, k, v)
     masks = masks_of(tensors)
+    if key_lens is not None:  # no key is read that no query sees
+        return replace(_passes(problem, *masks), key_lens=key_lens.contiguous()).forward(q, k, v)
     call = Hidden.of(problem).around(_passes(problem, *masks))
     found = differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, _blocks(problem))
@@ -192,7 +198,8 @@ class _InParts(TritonPasses):
         sums = torch.empty(rows, problem.head_dim, dtype=torch.float32, device=device)
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
-        self.launch_as_known(_launch_part, parts, (q, k, v, sums, maxima, totals, self.key_mask), (q, k, v))
+        tensors = q, k, v, sums, maxima, totals, self.key_mask, self.key_lens
+        self.launch_as_known(_launch_part, parts, tensors, (q, k, v))
         self.launch_as_known(_launch_join, "join", (sums, maxima, totals, out, lse), (out,))
         return out, lse
 
@@ -203,7 +210,7 @@ def _launch_part(
     from attn_dispatch.kernels.triton import few_queries  # imports triton
 
     problem = call.problem
-    if not is_noted(name, problem, parts.rows):
+    if not is_noted(name, problem, (parts.rows, getattr(call.key_lens, "dtype", None))):
         refuse_capture(problem.device)
     others = (
         *(x.stride() for x in strided),
@@ -235,7 +242,7 @@ def _launch_join(
     programs, others = problem.batch * problem.q_len * problem.heads, (problem.heads, parts.parts, problem.q_len)
     meta = _common(problem, parts)
     found = launch(few_queries.join, programs, problem.device, tensors, others, meta, _warps(parts))
-    note(name, problem, parts.rows)
+    note(name, problem, (parts.rows, getattr(call.key_lens, "dtype", None)))
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain, groupby, pairwise
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
+from attn_dispatch.calls.widths import is_empty, widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, notify, observed, only, resolve
 from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_problem, lock, on_trial
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs import operators
+from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.kernels import registry
+from attn_dispatch.kernels import device_cache, registry
 from attn_dispatch.kernels.limits import LARGEST_GRID
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
@@ -86,7 +89,7 @@ def sink(call: Call) -> Rewritten | None:
 
 
 def key_lens(call: Call) -> Rewritten | None:
-    """One call for each run of rows with equally many keys: views, with what goes by row of the other tensors.
+    """A call of a backend that takes them, on the device; else one for each run of rows with equally many keys.
 
     Raises:
         InvalidInput: an argument is wrong, or cannot be given with `key_lens`.
@@ -97,15 +100,87 @@ def key_lens(call: Call) -> Rewritten | None:
         if getattr(call, name) is not None:
             raise InvalidInput(f"key_lens cannot be given with {name}")
     operators.check_whole(call)
-    tokens, lengths = call.layout.index("n"), _integers("key_lens", call.key_lens)
-    batch, k_len = call.k.shape[0], call.k.shape[tokens]
+    if (alike := widths(call)) is not None:
+        return alike
+    lengths, batch = _integers("key_lens", call.key_lens, read=False), call.k.shape[0]
     if list(lengths.shape) != [batch]:
         raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
-    if not all(0 <= length <= k_len for length in lengths.tolist()):
-        raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths.tolist())}")
+    whole = _of_all_keys(call, lengths)
+    on_device = whole is not None and lengths.device.type in device_cache.DEVICES
+    rows, found = [] if on_device else _by_key_lens(call), list[ResolvedCall | None]()  # which checks the lengths
+    if whole is None:
+        stacked = partial(_stacked, call.return_lse)
+        return Rewritten(rows, stacked) if rows else Rewritten([call._replace(key_lens=None)], only)
+
+    def calls() -> Iterator[Call]:  # decided only where it runs
+        found.append(_of_key_lens(whole, call.backend, call.order, torch.get_num_threads()))
+        yield from _by_key_lens(call) if found[0] is None else ()
+
+    def joined(results: list[Any]) -> Any:
+        if found[0] is None:
+            return _stacked(call.return_lse, results)
+        with torch.autocast(call.q.device.type, enabled=False):
+            q, k, v = (x.to(whole.dtype) for x in call.tokens_first)
+            return call.returned(*found[0].result(q, k, v, **call.tensors, key_lens=lengths))
+
+    return Rewritten(calls(), joined, lambda: _explained_key_lens(call, whole))
+
+
+def _of_all_keys(call: Call, lengths: Tensor) -> Problem | None:
+    """The problem with all keys where a backend may take `key_lens`: on a GPU, or if it is forced."""
+    check_names(call.backend, call.order)
+    forced = call.backend is not None or lengths.device.type in device_cache.DEVICES
+    traced = tracing.is_traced(*call.qkv, lengths) or tracing.has_tangents(*call.qkv, *call.tensors.values())
+    if traced or not forced or lengths.device != call.q.device or is_empty(call):
+        return None
+    if choose_pattern(call).lengthened(1, 2) is None:  # it need not fit all keys
+        return None
+    return Problem.of_call(call)
+
+
+def _takers(problem: Problem, backend: str | None, order: str | None) -> list[str]:
+    """The backends that take `key_lens`, of all or a forced one, in order of preference."""
+    found = []
+    for name in registry.names() if backend is None else (backend,):
+        with suppress(InvalidInput):  # it cannot be loaded
+            takes = registry.load(name).takes_key_lens if order in (None, NATURAL) else None
+            if takes is not None and unmeasured.can_run(problem, (name, NATURAL)) and takes(problem):
+                found.append(name)
+    return found
+
+
+def _of_key_lens(*key: Any) -> ResolvedCall | None:
+    """A call of the backend that takes them: the one decided on, else the first; None: there is none."""
+    if key in _calls_at_once:
+        return _calls_at_once[key]
+    (problem, *forced, _), found = key, None
+    if _takers(problem, *forced):
+        chosen = resolve(problem, *forced).backend.split("@")[0]
+        takers = _takers(problem, *forced)  # a trial may have ruled some out
+        found = resolve(problem, chosen if chosen in takers else takers[0], NATURAL) if takers else None
+    if not cannot_measure(problem.device):
+        with lock:
+            _calls_at_once[key] = found
+            drop_oldest(_calls_at_once, MAX_CALLS)
+    return found
+
+
+def _explained_key_lens(call: Call, problem: Problem) -> list[Any]:
+    found, takers = explain_problem(problem, call.backend, call.order), _takers(problem, call.backend, call.order)
+    if not takers:
+        return _by_key_lens(call)
+    return [found if found.choice in takers else explain_problem(problem, takers[0])]
+
+
+def _by_key_lens(call: Call) -> list[Call]:
+    """A call for each run of rows with equally many keys: views, with what goes by row of the other tensors."""
+    tokens, lengths = call.layout.index("n"), _integers("key_lens", call.key_lens).tolist()
+    k_len = call.k.shape[tokens]
+    if not all(0 <= length <= k_len for length in lengths):
+        raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths)}")
     key_mask, bias, slopes = call.key_mask, call.bias, call.alibi_slopes
     calls, first = [], 0
-    for length, same in groupby(lengths.tolist()):
+    for length, same in groupby(lengths):
         rows = slice(first, first + len(list(same)))
         first = rows.stop
         own: dict[str, Any] = {name: getattr(call, name)[rows].narrow(tokens, 0, length) for name in "kv"}
@@ -113,9 +188,7 @@ def key_lens(call: Call) -> Rewritten | None:
         own["bias"] = None if bias is None else bias[rows if len(bias) > 1 else slice(None), ..., :length]
         own["alibi_slopes"] = slopes if slopes is None or slopes.ndim == 1 else slopes[rows]
         calls.append(call._replace(key_lens=None, q=call.q[rows], **own))
-    if not calls:  # no rows
-        return Rewritten([call._replace(key_lens=None)], only)
-    return Rewritten(calls, partial(_stacked, call.return_lse))
+    return calls
 
 
 def _stacked(with_lse: bool, results: list[Any]) -> Any:
@@ -243,8 +316,9 @@ def _takes_all(problem: Problem, name: str | None, order: str | None) -> bool:
     return backend.run_documents is not None and backend.takes_documents(problem)
 
 
-_calls_at_once: dict[Any, ResolvedCall] = {}
+_calls_at_once: dict[Any, ResolvedCall | None] = {}
 process_state.register(process_state.ROUTES, _calls_at_once.clear)
+process_state.register(process_state.ON_DEVICE, _calls_at_once.clear)
 
 
 def _all_documents(resolved: ResolvedCall, call: Call, given: Documents) -> Any:
@@ -335,17 +409,19 @@ def _lengths_of_starts(cu_seqlens: object, batch: int, length: int) -> list[int]
     return [end - start for start, end in pairwise(starts)]
 
 
-def _integers(name: str, value: object) -> Tensor:
+def _integers(name: str, value: object, *, read: bool = True) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         kind: Any = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise InvalidInput(f"{name} must be an int32 or int64 tensor, got {kind}")
-    return read_on_host(name, value)
+    return read_on_host(name, value) if read else value
 
 
 def read_on_host(name: str, x: Tensor) -> Tensor:
     """The values of an argument that a call depends on. Raises NoBackend where they are not there to be read."""
     if tracing.graphed(x):
         raise NoBackend(f"{name} must be read by the host, so that a graph would hold for these values alone")
+    if device_cache.capturing(x.device):
+        raise NoBackend(f"{name} must be read by the host, which no CUDA graph captures")
     while tracing.functorch.is_functorch_wrapped_tensor(x):
         if tracing.functorch.is_batchedtensor(x):
             raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")

@@ -70,6 +70,9 @@ class Backend:
       with the pattern of the documents, `Dense`, `Window` or `Dilated`, and without a bias. Without it, documents of
       one length are a call.
     * `takes_documents(problem) -> bool`: whether `run_documents` takes one that `run` takes; True by default.
+    * `takes_key_lens(problem) -> bool`: `run` takes `key_lens`, too, for a problem of `Dense` or `Window` that is
+      not refused: int32 or int64 [batch] on the device, of any values. A row is computed as by a call with so many
+      of its first keys, from none to all. Without it, the host reads them, and rows of one length are a call.
     * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
       refused for it.
     * `specialized(problem, q, k, v, heads_first=False) -> Callable | None`: a function of q, k, v and problem that does
@@ -95,6 +98,7 @@ class Backend:
     traceable: Callable[..., bool] | None = None
     partial: Callable[..., Passes] | None = None
     run_documents: Callable[..., Result] | None = None
+    takes_key_lens: Callable[..., bool] | None = None
     specialized: Callable[..., Callable[..., Result] | None] | None = None
     specialized_trains: bool = False
     configuration: Callable[..., str] | None = None

@@ -66,8 +66,8 @@ def conformance(backend: Any, problems: Iterable[Problem] | None = None) -> Conf
     * no more is allocated than `workspace_bytes` declares;
     * deterministic problems give the same bits twice;
     * dropout has the right mean and variance, and drops the same weights forward and backward;
-    * `partial`, where the backend has it, is right for queries that see other keys too, and `run_documents` for rows of
-      documents of several lengths; `specialized` gives the bits of `run`, for other values too.
+    * `partial`, where the backend has it, is right for queries that see other keys too, `run_documents` for rows of
+      documents of several lengths, `key_lens` for rows of several; `specialized` gives `run`'s bits, for others too.
 
     `refusals` raises nothing, says the same twice, and gives reasons. Time is not checked.
 

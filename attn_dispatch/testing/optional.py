@@ -1,7 +1,7 @@
-"""Checks of the optional members of a backend that compute: `partial`, `run_documents` and `specialized`.
+"""Checks of the optional members of a backend that compute: see `CHECKS`.
 
-What the first two compute is no pattern: it is written as a dense problem with a bias, the logarithm of how often each
-query sees each key, so that the oracle gives the expected results and their tolerances.
+What the first three compute is no pattern: it is written as a dense problem with a bias, the logarithm of how often
+each query sees each key, so that the oracle gives the expected results and their tolerances.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from attn_dispatch.tuning.hard_cases import nan_memory
 from attn_dispatch.tuning.oracle import Oracle
 
 OTHER_KEYS = 5  #: that queries of `partial` see besides
+PARTS = (0.5, -0.1, 1.1, 0.97, 0.001, 0.3, 0.2)  #: of the keys that rows have; below 0 is none, above 1 all
 
 
 def problem_of_partial(backend: Backend, problem: Problem) -> Problem | None:
@@ -107,7 +109,6 @@ def documents_failures(backend: Any, problem: Problem) -> list[str]:
     """What is wrong with the results of `problem_of_documents`, of documents of several lengths."""
     lengths = _lengths(problem.q_len)
     example = make(problem)
-    seen = example.masks.get("key_mask")
     shape = (problem.batch, problem.heads, problem.q_len, problem.q_len)
     counts, start = torch.zeros(shape, dtype=torch.int32, device=problem.device), 0
     for length in lengths:
@@ -115,16 +116,41 @@ def documents_failures(backend: Any, problem: Problem) -> list[str]:
         counts[:, :, inside, inside] = problem.pattern.multiplicity(
             length, length, problem.heads, device=problem.device
         )
-    if seen is not None:
-        counts *= seen[:, None, None]
-    oracle = _oracle(example, counts)
+    return _failures(backend, problem, example, counts, partial(backend.run_documents, lengths=lengths))
 
-    def run(q: Tensor, k: Tensor, v: Tensor, dense: Problem, **tensors: Tensor) -> Any:
-        given = {name: x for name, x in example.masks.items() if name != "bias"}
-        return backend.run_documents(q, k, v, problem, lengths, **given)
 
+def problem_of_key_lens(backend: Backend, problem: Problem) -> Problem | None:
+    """The problem of which `takes_key_lens` is asked for one like this; None where it is not, or is false."""
+    rows = replace(problem, batch=len(PARTS), needs_grad=False, bias_needs_grad=False, has_seq_lens=False)
+    odd = problem.bias or problem.alibi_axes or problem.dropout_p  # slopes count from each row's end
+    takes = None if odd or refusals_of(backend, rows) else backend.takes_key_lens
+    return rows if takes is not None and takes(rows) else None
+
+
+def key_lens_failures(backend: Any, problem: Problem) -> list[str]:
+    """What is wrong with the results of rows with none of the keys, some and all; NaN is in what nothing sees."""
+    q_len, k_len, heads, device = problem.q_len, problem.k_len, problem.heads, problem.device
+    lengths = torch.tensor([math.ceil(part * k_len) for part in PARTS], device=device)
+    counts = torch.zeros(problem.batch, heads, q_len, k_len, dtype=torch.int32, device=device)
+    for row, length in zip(counts, lengths.clamp(0, k_len).tolist()):
+        some = problem.pattern.multiplicity(q_len, max(1, length), heads, device=device)
+        row[..., :length] = some[..., :length]
+    unseen = ~counts.any(2).any(1)[..., None, None]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *given: Problem, **masks: Tensor) -> Any:
+        k, v = (x.masked_fill(unseen, math.nan) for x in (k, v))
+        return backend.run(q, k, v, *given, key_lens=lengths.int() if k_len % 2 else lengths, **masks)
+
+    return _failures(backend, problem, make(problem), counts, run)
+
+
+def _failures(backend: Any, problem: Problem, example: Example, counts: Tensor, run: Any) -> list[str]:
+    """What is wrong with what `run` makes of an example whose queries see keys so often, but for its masks."""
+    given, seen = {name: x for name, x in example.masks.items() if name != "bias"}, example.masks.get("key_mask")
+    oracle = _oracle(example, counts if seen is None else counts * seen[:, None, None])
+    of_dense = SimpleNamespace(run=lambda q, k, v, dense, **tensors: run(q, k, v, problem, **given))
     with nan_memory(problem, in_torch=backend.first_call_ms is None):
-        found = oracle.run(adapted(SimpleNamespace(run=run)))
+        found = oracle.run(adapted(of_dense))
     return list(oracle.check(found).failures)
 
 
@@ -207,5 +233,6 @@ def _differences(found: Any, expected: Any, problem: Problem, heads_first: bool)
 CHECKS = {
     "partial": (problem_of_partial, partial_failures),
     "run_documents": (problem_of_documents, documents_failures),
+    "takes_key_lens": (problem_of_key_lens, key_lens_failures),
     "specialized": (problem_of_specialized, specialized_failures),
 }  #: of each optional member: the problem to ask of it, and what is wrong with its results

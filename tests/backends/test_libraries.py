@@ -214,6 +214,33 @@ def test_arguments_of_flash(adapter: str, deterministic: bool, calls: list[dict[
     assert backward == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
 
 
+@crossed(
+    adapter=("flash2", "flash3", "flash4"),
+    pattern=(Dense(), Dense(is_causal=True), Window(5, None), Window(40, 0), Window(None, 1)),
+    q_len=(1, 20, 70),
+    heads=((4, 2), (2, 2)),
+    scale=(None, -0.3),
+)
+def test_flash_takes_key_lens(
+    adapter: str,
+    pattern: Pattern,
+    q_len: int,
+    heads: tuple[int, int],
+    scale: float | None,
+    calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The newer generations of more queries alone. A row's first queries may have no keys."""
+    monkeypatch.setattr(flash, "BACKEND", on_cpu(ADAPTERS[adapter]))
+    monkeypatch.setattr(flash, "refusals", flash.BACKEND.refusals)
+    monkeypatch.setattr(flash, "is_noted", lambda *given: True)
+    case = Case("", pattern, (1, q_len, heads[0], 20), k_len=60, kv_heads=heads[1], scale=scale)
+    backend = registry.load("flash")
+    rows = optional.problem_of_key_lens(backend, case.problem(torch.float16, needs_grad=True))
+    assert (rows is None) == (q_len == 1 and adapter != "flash2")
+    assert rows is None or optional.key_lens_failures(backend, rows) == []
+
+
 @pytest.mark.parametrize("adapter", ["flash3"])
 @pytest.mark.parametrize(("rows", "parts"), [(80, 0), (79, 1)])
 def test_flash_3_splits_the_keys_of_few_queries(

@@ -57,7 +57,7 @@ def test_key_lens(pattern: Pattern, layout: str) -> None:
     assert all(torch.allclose(x, y, atol=1e-12) for x, y in zip(grads, exact_grads))
 
 
-def test_key_lens_with_a_sink_empty_rows_and_between_graphs() -> None:
+def test_key_lens_with_a_sink_empty_rows_and_in_a_graph() -> None:
     q, k, v = tensors()
     sink = torch.randn(HEADS, dtype=torch.float64)
     out, lse = attend(q[:, :1], k, v, key_lens=torch.tensor([0, 9]), sink=sink, return_lse=True)
@@ -65,9 +65,12 @@ def test_key_lens_with_a_sink_empty_rows_and_between_graphs() -> None:
     assert torch.equal(lse[0, :, 0], sink)
     wanted = attend(q[1:, :1], k[1:, :9], v[1:, :9], sink=sink, backend="manual")
     assert torch.allclose(out[1:], wanted)
-    lengths = torch.tensor([30, 40])
-    found = torch.compile(attend, backend="eager")(q[:, :2], k, v, key_lens=lengths)
-    assert torch.allclose(found, attend(q[:, :2], k, v, key_lens=lengths))
+    compiled, k = torch.compile(attend, backend="aot_eager", fullgraph=True), k.requires_grad_()
+    for lengths in (torch.tensor([30, 40]), torch.tensor([0, 60])):
+        found, wanted = (each(q[:, :2], k, v, key_lens=lengths) for each in (compiled, attend))
+        assert torch.allclose(found, wanted)
+        (grad,), (exact,) = (torch.autograd.grad(x.square().sum(), k) for x in (found, wanted))
+        assert torch.allclose(grad, exact)
 
 
 # --- the alignment of the first query with the first key --------------------------------------------------------------

@@ -135,10 +135,10 @@ def test_opcheck(pattern: Pattern, masked: bool, kind: torch.dtype) -> None:
     settings = (code, numbers, None, 3.0 if masked else None, None, None, None, None, masked and bias is not None)
     if isinstance(pattern, Reordered):
         slopes = None
-    torch.library.opcheck(OP, (*tensors, lens, mask, None, None, slopes, bias, *settings, True, masked))
+    torch.library.opcheck(OP, (*tensors, lens, mask, None, None, slopes, bias, None, *settings, True, masked))
     detached = [x.detach() for x in tensors]
     bias = None if bias is None else bias.detach()
-    torch.library.opcheck(OP, (*detached, lens, mask, None, None, slopes, bias, *settings, False, masked))
+    torch.library.opcheck(OP, (*detached, lens, mask, None, None, slopes, bias, None, *settings, False, masked))
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -208,18 +208,26 @@ def test_vmap_of_nothing_and_what_cannot_be_mapped() -> None:
     assert [x.shape for x in grads] == [(0, *q.shape[1:])] * 3
     with pytest.raises(InvalidInput, match="bias must have shape"):
         transforms.vmap(lambda *x: attended(*x, bias=torch.zeros(3, 1, 16, 16)))(q, k, v)
-    for name, value in (("key_lens", torch.tensor([[3], [4]])), ("cu_seqlens", torch.tensor([[0, 16], [0, 16]]))):
-        with pytest.raises(NoBackend, match=f"{name} cannot be mapped by torch.vmap"):
-            transforms.vmap(lambda q, k, v, x: attended(q, k, v, **{name: x}))(q, k, v, value)  # noqa: B023
+    several: list[dict[str, Any]] = [
+        {"key_lens": torch.tensor([[3], [4]])},
+        {"cu_seqlens": torch.tensor([[0, 16]] * 2)},
+    ]
+    for given in several:
+        with pytest.raises(NoBackend, match=f"{min(given)} cannot be mapped by torch.vmap"):
+            transforms.vmap(lambda q, k, v, x: attended(q, k, v, backend="manual", **x))(q, k, v, given)
+    found = transforms.vmap(lambda q, k, v, x: attended(q, k, v, **x))(q, k, v, several[0])
+    assert torch.equal(found, torch.stack([attended(q[0], k[0], v[0], key_lens=torch.tensor([n])) for n in (3, 4)]))
     for randomness in ("error", "same", "different"):
         with pytest.raises(NoBackend, match=r"dropout_p cannot be given inside torch\.vmap"):
             transforms.vmap(lambda *x: attended(*x, dropout_p=0.5), randomness=randomness)(q, k, v)
 
 
 def test_what_the_host_reads_is_no_constant_of_a_graph() -> None:
-    for given in ({"key_lens": torch.tensor([9])}, {"documents": torch.zeros(1, 16).long(), "backend": "manual"}):
+    for given in ({"key_lens": torch.tensor([9])}, {"documents": torch.zeros(1, 16).long()}):
         with pytest.raises(NoBackend, match="must be read by the host"):
-            make_fx(lambda q, k, v: attended(q, k, v, **given))(*qkv())  # noqa: B023
+            make_fx(lambda q, k, v: attended(q, k, v, backend="manual", **given))(*qkv())  # noqa: B023
+    made = make_fx(lambda q, k, v, n: attended(q, k, v, key_lens=n))(*qkv(), torch.tensor([9]))
+    assert torch.equal(made(*qkv(), torch.tensor([4])), attended(*qkv(), key_lens=torch.tensor([4])))
     dropped = {"documents": torch.zeros(1, 16).long(), "dropout_p": 0.5}
     with pytest.raises(InvalidInput, match="must have sizes that are numbers"):
         make_fx(lambda q, k, v: attended(q, k, v, **dropped), tracing_mode="symbolic")(*qkv())

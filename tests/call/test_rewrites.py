@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_dispatch import Dense, Window, attend, explain
+from attn_dispatch import Dense, Window, attend, explain, process_state
 from attn_dispatch.calls import packing, rewrites, routes, widths
 from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import InvalidInput
@@ -17,6 +17,7 @@ from attn_dispatch.kernels.registry import LAST_RESORT
 from attn_dispatch.spec.problem import Call
 from tests.support import processes
 from tests.support.calls import qkv
+from tests.support.fixtures import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -151,6 +152,29 @@ def test_key_lens_are_explained() -> None:
     found = explain(Q[:, :1], K, V, key_lens=torch.tensor([9, 16]), backend="manual")
     assert [each.problem.count("[9, ") for each in (found, *found.others)] == [1, 0]
     assert str(found).count("problem ") == 2
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.usefixtures("triton_interpreter", "no_trials", "streams")
+def test_key_lens_that_a_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device, unread and clamped, with values of another width, and under autocast."""
+    (q, k, v), lengths = (Q[:, :1], K, V[..., :3]), torch.tensor([9, 70])
+    rows = (attend(q[n : n + 1], k[n : n + 1, :end], v[n : n + 1, :end]) for n, end in enumerate(lengths))
+    wanted = torch.cat(list(rows))
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "read_on_host", None)
+        found = explain(q, k, v, key_lens=lengths)
+        assert (found.choice, found.others) == ("triton", ())
+        assert torch.allclose(attend(q, k, v, key_lens=lengths), wanted, atol=1e-6)
+        with torch.autocast("cpu", torch.float16):
+            out = attend(q, k, v, key_lens=lengths)
+        assert out.dtype == torch.float16
+        assert torch.allclose(out.float(), wanted, atol=1e-2)
+    ruled_out = iter([["triton"], []])  # by the trial
+    monkeypatch.setattr(packing, "_takers", lambda *given: next(ruled_out))
+    process_state.forget(process_state.ROUTES)
+    for _ in range(2):
+        assert torch.allclose(attend(q, k, v, key_lens=lengths.clamp(max=LENGTH)), wanted, atol=1e-6)
 
 
 def test_documents_are_explained() -> None:

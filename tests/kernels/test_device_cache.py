@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import BackendFailed, Dense, Neighborhood, Window, attend
+from attn_dispatch import BackendFailed, Dense, Neighborhood, NoBackend, Window, attend
 from attn_dispatch.backends import triton
+from attn_dispatch.calls import packing
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.device_cache import DeviceCache, capturing, kv_head_index
 from attn_dispatch.kernels.hidden import _unseen
@@ -90,14 +91,28 @@ def test_tables_outlive_trials_of_others_and_graphs_all_else(
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.usefixtures("triton_interpreter")
-def test_hidden_keys_and_few_queries_are_not_captured_first(streams: Any) -> None:
+def test_hidden_keys_and_few_queries_are_not_captured_first(streams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads no `key_lens`, which a graph's replay may find changed, but for other backends."""
+    q, k, v = qkv(1, 64)
+    streams.capturing = True
+    with pytest.raises(NoBackend, match="key_lens must be read by the host, which no CUDA graph captures"):
+        attend(q, k, v, key_lens=torch.tensor([40]), backend="sdpa")
+    monkeypatch.setattr(packing, "read_on_host", None)
     _unseen.cache_clear()
-    for backend, pattern, (q, k, v) in (("manual", Window(2, 0), qkv(4, 64)), ("triton", Dense(), qkv(1, 64))):
+    lengths = torch.tensor([40])
+    for backend, pattern, (q, k, v), more in (
+        ("manual", Window(2, 0), qkv(4, 64), {}),
+        ("triton", Dense(), qkv(1, 64), {}),
+        ("triton", Dense(), qkv(1, 64), {"key_lens": lengths}),
+    ):
+        given: Any = {"pattern": pattern, **more}
         streams.capturing = True
         with pytest.raises(BackendFailed, match=f"^{backend} failed on .* call it once before the capture"):
-            attend(q, k, v, pattern, backend=backend)
+            attend(q, k, v, backend=backend, **given)
         for streams.capturing in (False, True):
-            attend(q, k, v, pattern, backend=backend)
+            out = attend(q, k, v, backend=None if more else backend, **given)
+        v[:, 40:] = 2.0
+        assert torch.equal(out, attend(q, k, v, backend=None if more else backend, **given)) == bool(more)
 
 
 def test_tables_are_made_in_no_graphs_memory(streams: Any) -> None:

@@ -14,6 +14,7 @@ from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.triton.work_list import key_parts
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -50,6 +51,9 @@ def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatc
     gate = Oracle.of(make(problem))
     found = gate.run(registry.load("triton"))
     assert gate.check(found).failures == ()
+    rows = optional.problem_of_key_lens(registry.load("triton"), problem)
+    assert rows is not None
+    assert optional.key_lens_failures(registry.load("triton"), rows) == []
     monkeypatch.setattr(triton, "needs_wide_offsets", lambda tensors: True)
     assert torch.equal(gate.run(registry.load("triton"))["out"], found["out"])
 
@@ -105,7 +109,7 @@ import torch
 
 from attn_dispatch.kernels.triton import few_queries
 from attn_dispatch.kernels.triton.support import Meta
-from tests.support.compiling import BYTES, SUMS, compile_alone
+from tests.support.compiling import BYTES, LENGTHS, SUMS, compile_alone
 
 SIZES = {(torch.bfloat16, 64): 128, (torch.bfloat16, 128): 64, (torch.bfloat16, 256): 32}
 SIZES |= {(torch.float32, 128): 32, (torch.float32, 256): 16}
@@ -115,7 +119,8 @@ for (capability, wide, rows), ((dtype, width), columns) in zip(cycle(DEVICES), S
     precision = "tf32x3" if dtype == torch.float32 and capability != 120 else "ieee"
     meta = Meta(2, width, width, 0, rows, columns, PRECISION=precision, WIDE=wide)
     x, strides, warps = torch.empty(1, dtype=dtype), (64, 32, 16, 1), 8 if rows > 32 else 4
-    part = (x, x, x, SUMS, SUMS, SUMS, BYTES), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, 0.5), meta, warps, 2
+    lens = None if wide else LENGTHS
+    part = (x, x, x, SUMS, SUMS, SUMS, BYTES, lens), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, 0.5), meta, warps, 2
     join = (SUMS, SUMS, SUMS, x, SUMS), (2, 3, 7), meta, warps
     for kernel, given in ((few_queries.part, part), (few_queries.join, join)):
         made = compile_alone(kernel, capability, *given)

@@ -116,9 +116,17 @@ def modules(monkeypatch: pytest.MonkeyPatch, **names: dict[str, Any]) -> None:
 # --- flash-attn -------------------------------------------------------------------------------------------------------
 
 
-def flash_bias(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor:
+def flash_bias(
+    q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None, ends: Tensor | None = None
+) -> Tensor:
+    """`ends` [batch]: how many keys each row has."""
     left, right = (-1 if side is None else side for side in (left, right))
-    return as_bias(band(q, k, left, 0 if causal else right))
+    if ends is None:
+        return as_bias(band(q, k, left, 0 if causal else right))
+    assert (ends.dtype, ends.is_contiguous(), ends.shape) == (torch.int32, True, q.shape[:1])
+    assert 0 <= int(ends.min()) <= int(ends.max()) <= k.shape[1]
+    rows = [band(q, k[:, :end], left, 0 if causal else right) for end in ends.tolist()]
+    return as_bias(torch.stack([torch.nn.functional.pad(row, (0, k.shape[1] - row.shape[1])) for row in rows]))[:, None]
 
 
 def of_documents(q: Tensor, starts: Tensor, same_of_keys: Tensor, *longest: int) -> Tensor:
@@ -144,6 +152,20 @@ def flash_attn_2(
         assert (out_, alibi_slopes_, p_dropout, softcap, return_softmax, gen_) == (None, None, 0.0, 0.0, False, None)
         bias = flash_bias(q, k, is_causal, window_size_left, window_size_right)
         return *forward(q, k, v, softmax_scale, bias, math.inf), None, None
+
+    def fwd_kvcache(
+        q, kcache, vcache, k_, v_, seqlens_k_, rotary_cos_, rotary_sin_, cache_batch_idx_, leftpad_k_, block_table_,
+        alibi_slopes_, out_, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
+        is_rotary_interleaved, num_splits, /,
+    ):  # fmt: skip
+        check_rows(q, kcache, vcache)
+        unused = k_, v_, rotary_cos_, rotary_sin_, cache_batch_idx_, leftpad_k_, block_table_, alibi_slopes_, out_
+        assert (*unused, softcap, is_rotary_interleaved, num_splits) == (*[None] * 9, 0.0, False, 0)
+        bias = flash_bias(q, kcache, is_causal, window_size_left, window_size_right, seqlens_k_)
+        # Values after a row's end are not read; scores there are replaced.
+        after = torch.arange(kcache.shape[1]) >= seqlens_k_[:, None]
+        v = vcache.masked_fill(after[:, :, None, None], 0.0)
+        return forward(q, kcache.nan_to_num(0.0), v, softmax_scale, bias, math.inf)
 
     def bwd(
         dout, q, k, v, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, p_dropout, softmax_scale, is_causal,
@@ -188,7 +210,7 @@ def flash_attn_2(
         for into, grad in zip((dq_, dk_, dv_), backward(*row, softmax_scale, bias)):
             into.copy_(grad[0])
 
-    extension = _namespace(fwd, bwd, varlen_fwd, varlen_bwd)
+    extension = _namespace(fwd, fwd_kvcache, bwd, varlen_fwd, varlen_bwd)
     modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={imported: extension})
 
 
@@ -209,7 +231,8 @@ def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -
         q, k, v = (x if cu_seqlens_q is None else x[None] for x in (q, k, v))
         check_rows(q, k, v)
         assert return_lse
-        bias = flash_bias(q, k, causal, window_size_left, window_size_right) + more
+        bias = flash_bias(q, k, causal, window_size_left, window_size_right, seqused_k) + more
+        k = k if seqused_k is None else k.nan_to_num(0.0)  # scores are replaced
         found = forward(q, k, v, softmax_scale, bias, -math.inf)
         return *(x if cu_seqlens_q is None else x[0] for x in found), None, None, None
 
@@ -273,7 +296,9 @@ def flash_attn_3(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -
         q, k, v = (x[None] if documents else x for x in (q, k, v))
         check_rows(q, k, v)
         calls.append({"num_splits": given.num_splits} | documents)
-        bias = flash_bias(q, k, given.is_causal, given.window_size_left, given.window_size_right) + more
+        window = given.window_size_left, given.window_size_right
+        bias = flash_bias(q, k, given.is_causal, *window, given.seqused_k) + more
+        k = k if given.seqused_k is None else k.nan_to_num(0.0)  # scores are replaced
         found = forward(q, k, v, given.softmax_scale, bias, -math.inf)
         return *(x[0] if documents else x for x in found), torch.empty(0), torch.empty(0)
 

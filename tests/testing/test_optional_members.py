@@ -15,6 +15,7 @@ from torch import Tensor
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result, refusals_of
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import conformance, optional, problems
@@ -104,6 +105,21 @@ class Other(Planted):
         outs, lses = zip(*parts)
         return step(self.steps, "joined", torch.cat(outs, 1), torch.cat(lses, 2))  # type: ignore[no-any-return]
 
+    def takes_key_lens(self, problem: Problem) -> bool:
+        return problem.pattern.lengthened(1, 2) is not None and not problem.pattern.branches
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Any:
+        if (key_lens := tensors.pop("key_lens", None)) is None:
+            return super().run(q, k, v, problem, **tensors)
+        shape = (problem.batch, problem.heads, problem.q_len)
+        out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.full(shape, -math.inf, dtype=sum_dtype(q.dtype))
+        for row, end in enumerate(step(self.steps, "ends", key_lens.clamp(0, problem.k_len)).tolist()):
+            if end:
+                own, one = slice(row, row + 1), replace(problem, batch=1, k_len=end)
+                masks = {name: x[own, :end] for name, x in tensors.items()}
+                out[own], lse[own] = manual.run(q[own], k[own, :end], v[own, :end], one, **masks)
+        return step(self.steps, "rows", out, lse)
+
     def specialized(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False) -> Any:
         first = tuple(x.clone() for x in (q, k, v)), (q, k, v)  # values, and memory, of the first call
         axes = (1, 2) if heads_first else (1, 1)
@@ -122,7 +138,7 @@ def problem_of(case: str, **changes: Any) -> Problem:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("member", ["partial", "run_documents", "specialized"])
+@pytest.mark.parametrize("member", ["partial", "run_documents", "takes_key_lens", "specialized"])
 def test_what_has_no_fault_passes(member: str) -> None:
     """Of every kind, and both members are asked about many problems."""
     backend, asked = Other(manual.run), set[Problem]()
@@ -134,7 +150,10 @@ def test_what_has_no_fault_passes(member: str) -> None:
             with torch.enable_grad() if member == "run_documents" else torch.no_grad():
                 assert failures_of(backend, each) == [], each
     assert len(asked) > 40
-    assert {each.return_lse if member == "specialized" else each.needs_grad for each in asked} == {False, True}
+    assert {each.needs_grad if member in ("partial", "run_documents") else each.return_lse for each in asked} == {
+        False,
+        True,
+    }
 
 
 @thinned("name", ["sdpa", "native", "tiles"], 3)
@@ -177,6 +196,11 @@ FAULTS: dict[str, list[tuple[str, str, str, Callable[..., Any], str]]] = {
         ("another lse", "longnet-causal", "joined", lse_of(lambda x: x * 1.005), "lse is off by"),
         ("no gradient", "dense", "joined", out_of(lambda x: x.detach()), "dk is off by"),
     ],
+    "takes_key_lens": [
+        ("one key fewer", "causal", "ends", lambda ends: (ends - 1).clamp(0), "out is off by"),
+        ("a key for rows without", "dense", "ends", lambda ends: ends.clamp(1), "out has NaN"),
+        ("0 for rows without keys", "dense", "rows", lse_of(lambda x: x.clamp(-9)), "lse is off by"),
+    ],
     "specialized": [
         ("the first call's values", "dense", "tensors", lambda x, clones, views: (clones, x), "tensors out differs"),
         ("the first call's memory", "dense", "tensors", lambda x, clones, views: (views, x), "tensors out differs"),
@@ -201,7 +225,9 @@ def test_a_fault_is_named(member: str, number: int) -> None:
     assert named in "; ".join(failures_of(backend, asked))
 
 
-@pytest.mark.parametrize(("member", "number"), [("partial", 1), ("run_documents", 3), ("specialized", 3)])
+@pytest.mark.parametrize(
+    ("member", "number"), [("partial", 1), ("run_documents", 3), ("takes_key_lens", 0), ("specialized", 3)]
+)
 def test_conformance_reports_faults_by_member(member: str, number: int) -> None:
     _, case, step, change, named = FAULTS[member][number]
     with pytest.raises(AssertionError) as raised:

@@ -28,6 +28,7 @@ class Encoded(NamedTuple):
     cu_seqlens: Tensor | None
     alibi_slopes: Tensor | None
     bias: Tensor | None
+    key_lens: Tensor | None
     pattern: str
     numbers: list[int]
     scale: float | None

@@ -36,6 +36,7 @@ _KINDS = {
     "cu_seqlens": ((1,), "integer"),
     "alibi_slopes": ((1, 2), "float"),
     "bias": ((4,), "float"),
+    "key_lens": ((1,), "integer"),
 }
 _TAGS = [
     torch.Tag.pt2_compliant_tag,

@@ -25,9 +25,10 @@ VARIABLE = ("kv_heads", "splits", "share", "q_len", "k_len", "first", "end", "lo
 def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first, end, low, high, scale, meta):
     """Sums [batch, kv_heads, splits, ROWS, HEAD_DIM], maxima and totals [..., ROWS] of keys `first` to `end`.
 
-    Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys.
+    Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys. With
+    key_lens [batch] that is for k_len keys: bounds move with a row's end, and its splits share what it has.
     """
-    q, k, v, sums, maxima, totals, key_mask = tensors
+    q, k, v, sums, maxima, totals, key_mask, key_lens = tensors
     program = tl.program_id(0)
     split = program % splits
     kv_head = (program // splits % kv_heads).to(tl.int64)
@@ -44,6 +45,15 @@ def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first
     row_max = tl.full([meta.ROWS], float("-inf"), tl.float32)
     total = tl.full([meta.ROWS], 0.0, tl.float32)
     acc = zeros(meta)
+    if key_lens is not None:
+        missing = k_len - tl.minimum(tl.maximum(tl.load(key_lens + batch), 0), k_len).to(tl.int32)
+        first = tl.maximum(first - missing, 0)
+        end -= missing
+        share = tl.cdiv(tl.cdiv(end - first, splits), meta.COLUMNS) * meta.COLUMNS
+        if low is not None:
+            low -= missing
+        if high is not None:
+            high -= missing
     start = first + split * share
     stop = tl.minimum(start + share, end)
     run = 0, 1, stop

@@ -72,6 +72,7 @@ class TritonPasses:
         blocks: of a kernel, in order of preference. lists: of a kernel in a block.
         key_mask: uint8, 0 for hidden keys.
         every_query, every_key: whether each is in a tile; other rows have no keys, or no queries.
+        key_lens: of few queries, the keys of each row, int32 or int64 without gaps; see `contract.Backend`.
         known: where all calls have q, k and v of the same shapes and strides, and no masks: what their launches need.
     """
 
@@ -84,6 +85,7 @@ class TritonPasses:
     every_query: bool = True
     every_key: bool = True
     known: dict[Hashable, Callable[..., object]] | None = None
+    key_lens: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
