@@ -36,12 +36,21 @@ class Cudnn(Kernel):
     """`_scaled_dot_product_cudnn_attention`."""
 
     grouped = True  # PyTorch's op hands its plan the heads of k and v
+    differentiates = True
     stats_axes = 4  #: axes of the op's lse: [batch, heads, q_len, 1]; before PyTorch 2.9 without the 1
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_cudnn_attention")
         fixed = {"attn_bias": None, "compute_log_sumexp": True, "dropout_p": 0.0, "return_debug_mask": False}
-        return partial(op, is_causal=is_causal, scale=scale, **fixed)
+        call = partial(op, is_causal=is_causal, scale=scale, **fixed)
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            found: Any = call(q, k, v)
+            if found[0].requires_grad:
+                found[0].register_hook(partial(_laid_out_as, q))  # see `backward`
+            return found  # type: ignore[no-any-return]
+
+        return run
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])

@@ -153,6 +153,15 @@ def test_specialized_calls_give_the_bits_of_run(adapter: str, case: Case, calls:
         assert (made is None) == (adapter == "float32-efficient")  # it is bound for all others
 
 
+@pytest.mark.parametrize("adapter", ["cudnn"])
+def test_gradients_come_to_cudnn_in_the_layout_of_q(adapter: str, calls: list[dict[str, Any]]) -> None:
+    problem = replace(CHOSEN[0].problem(torch.float16, needs_grad=True), return_lse=False, pattern=Dense())
+    x = torch.randn(problem.batch, 2, 16, 8, dtype=torch.float16).transpose(1, 2).requires_grad_()
+    call = on_cpu(ADAPTERS[adapter]).specialized(problem, x, x, x)
+    assert call is not None
+    torch.autograd.grad(call(x, x, x, problem), x, torch.randn(x.shape, dtype=x.dtype))
+
+
 @crossed(lambda adapter, case: {**factors_of(case), "adapter": adapter}, adapter=ADAPTERS, case=CHOSEN)
 def test_adapters_agree_with_float64(adapter: str, case: Case, calls: list[dict[str, Any]]) -> None:
     agrees(adapter, case, torch.float32, True)
