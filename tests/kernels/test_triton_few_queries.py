@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.work_list import key_parts
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.kernels.test_triton import interpreted
+from tests.kernels.test_triton import TERMS, interpreted
 from tests.support.compiling import compiled, run_alone
 from tests.support.pairwise import thinned
 
@@ -40,9 +41,9 @@ FEW = (
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@thinned(("case", "dtype"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16))), 4)
-def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = case.problem(dtype, needs_grad=True)
+@thinned(("case", "dtype", "terms"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16)), cycle(TERMS)), 4)
+def test_few_queries_in_parts(case: Case, dtype: torch.dtype, terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(case.problem(dtype, needs_grad=True), **TERMS[terms])
     parts = key_parts(problem)
     assert parts is not None
     assert parts.rows >= problem.heads // problem.kv_heads * problem.q_len
@@ -50,7 +51,7 @@ def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatc
     gate = Oracle.of(make(problem))
     found = gate.run(registry.load("triton"))
     assert gate.check(found).failures == ()
-    monkeypatch.setattr(triton, "needs_wide_offsets", lambda tensors: True)
+    monkeypatch.setattr(support, "needs_wide_offsets", lambda tensors: True)
     assert torch.equal(gate.run(registry.load("triton"))["out"], found["out"])
 
 
@@ -99,13 +100,14 @@ def test_programs_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPILE_FEW_QUERIES = """
+from dataclasses import replace
 from itertools import cycle
 
 import torch
 
 from attn_dispatch.kernels.triton import few_queries
 from attn_dispatch.kernels.triton.support import Meta
-from tests.support.compiling import BYTES, SUMS, compile_alone
+from tests.support.compiling import BYTES, SUMS, TERMS, compile_alone
 
 SIZES = {(torch.bfloat16, 64): 128, (torch.bfloat16, 128): 64, (torch.bfloat16, 256): 32}
 SIZES |= {(torch.float32, 128): 32, (torch.float32, 256): 16}
@@ -115,7 +117,7 @@ for (capability, wide, rows), ((dtype, width), columns) in zip(cycle(DEVICES), S
     precision = "tf32x3" if dtype == torch.float32 and capability != 120 else "ieee"
     meta = Meta(2, width, width, 0, rows, columns, PRECISION=precision, WIDE=wide)
     x, strides, warps = torch.empty(1, dtype=dtype), (64, 32, 16, 1), 8 if rows > 32 else 4
-    part = (x, x, x, SUMS, SUMS, SUMS, BYTES), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, 0.5), meta, warps, 2
+    part = (x, x, x, SUMS, SUMS, SUMS, BYTES), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, TERMS), meta, warps, 2
     join = (SUMS, SUMS, SUMS, x, SUMS), (2, 3, 7), meta, warps
     for kernel, given in ((few_queries.part, part), (few_queries.join, join)):
         made = compile_alone(kernel, capability, *given)
