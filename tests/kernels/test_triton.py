@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_dispatch.backends import triton, triton_tiles
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import adapted
-from attn_dispatch.kernels.triton import passes, support
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import BlockConfig
 from attn_dispatch.kernels.triton.work_list import (
     Side,
@@ -45,6 +45,8 @@ TRITON = registry.load("triton")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
 LONGNET = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), is_causal=True)
 SIDES: tuple[Side, ...] = ("queries", "keys")
+TERMS: dict[str, Any] = {"none": {}, "softcap": {"softcap": 2.0}, "bias": {"bias": (1, 1)}, "slopes": {"alibi_axes": 1}}
+TERMS["all"] = {"softcap": 300.0, "bias": (1, 1), "alibi_axes": 2}
 
 
 def problem_of(
@@ -269,17 +271,15 @@ def test_without_the_package_or_with_an_old_one(monkeypatch: pytest.MonkeyPatch)
         raise metadata.PackageNotFoundError(name)
 
     fake_gpu(monkeypatch, (9, 0))
+    for version, refused in (("3.3.1", True), ("3.4.0", False), ("3.10.0", False)):
+        monkeypatch.setattr(support, "installed", lambda name, version=version: version)
+        assert texts(CUDA) == ["package triton is 3.3.1, needs 3.4 or newer, which torch 2.8 and newer bring"] * refused
     monkeypatch.setattr(support, "find_spec", lambda name: None)
     monkeypatch.setattr("importlib.metadata.version", missing)
     assert [(refusal.code, refusal.text) for refusal in triton.refusals(CUDA)] == [
         ("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')")
     ]
     assert registry.version_of(TRITON) is None
-    monkeypatch.undo()
-    fake_gpu(monkeypatch, (9, 0))
-    for version, refused in (("3.3.1", True), ("3.4.0", False), ("3.10.0", False)):  # whose kernels unpack no tuples
-        monkeypatch.setattr(support, "installed", lambda name, version=version: version)
-        assert texts(CUDA) == ["package triton is 3.3.1, needs 3.4 or newer, which torch 2.8 and newer bring"] * refused
 
 
 @pytest.mark.usefixtures("triton_interpreter")
@@ -301,25 +301,23 @@ def test_results_are_deterministic() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+SEVERAL = (
+    Case("window", Window(20, 9), (1, 70, 2, 16), kv_heads=1, key_mask=True),
+    Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
+    Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70),
+    Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20),
+    Case("longnet", Dilated((32, 64), (1, 2), True), (1, 50, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
+    Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)),
+)
+
+
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@thinned(
-    "case",
-    [
-        Case("window", Window(20, 9), (1, 70, 2, 16), kv_heads=1, key_mask=True),
-        Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
-        Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70),
-        Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20),
-        Case("longnet", Dilated((32, 64), (1, 2), True), (1, 50, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
-        Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)),
-    ],
-    6,
-    ids=lambda case: case.id,
-)
-def test_tiles_of_several_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@thinned(("case", "terms"), product(SEVERAL, TERMS), 7, ids=lambda x: getattr(x, "id", x))
+def test_tiles_of_several_blocks(case: Case, terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INTERPRETED", BlockConfig(32, 16, 4, 1))
     triton.block_configs.cache_clear()
-    gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
+    gate = Oracle.of(make(replace(case.problem(torch.float32, needs_grad=True), **TERMS[terms])))
     assert gate.check(gate.run(TRITON)).failures == ()
 
 
@@ -340,6 +338,6 @@ def test_wide_offsets_change_nothing(backend: Any, monkeypatch: pytest.MonkeyPat
     gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
     narrow = gate.run(adapted(backend))
     assert gate.check(narrow).failures == ()
-    monkeypatch.setattr(passes, "needs_wide_offsets", lambda tensors: True)
+    monkeypatch.setattr(support, "needs_wide_offsets", lambda tensors: True)
     wide = gate.run(adapted(backend))
     assert all(torch.equal(wide[name], narrow[name]) for name in narrow)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.work_list import key_parts
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.kernels.test_triton import interpreted
+from tests.kernels.test_triton import TERMS, interpreted
 from tests.support.compiling import compiled, run_alone
 from tests.support.pairwise import thinned
 
@@ -41,9 +42,9 @@ FEW = (
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@thinned(("case", "dtype"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16))), 4)
-def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = case.problem(dtype, needs_grad=True)
+@thinned(("case", "dtype", "terms"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16)), cycle(TERMS)), 4)
+def test_few_queries_in_parts(case: Case, dtype: torch.dtype, terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(case.problem(dtype, needs_grad=True), **TERMS[terms])
     parts = key_parts(problem)
     assert parts is not None
     assert parts.rows >= problem.heads // problem.kv_heads * problem.q_len
@@ -54,7 +55,7 @@ def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatc
     rows = optional.problem_of_key_lens(registry.load("triton"), problem)
     assert rows is not None
     assert optional.key_lens_failures(registry.load("triton"), rows) == []
-    monkeypatch.setattr(triton, "needs_wide_offsets", lambda tensors: True)
+    monkeypatch.setattr(support, "needs_wide_offsets", lambda tensors: True)
     assert torch.equal(gate.run(registry.load("triton"))["out"], found["out"])
 
 
@@ -103,13 +104,14 @@ def test_programs_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPILE_FEW_QUERIES = """
+from dataclasses import replace
 from itertools import cycle
 
 import torch
 
 from attn_dispatch.kernels.triton import few_queries
 from attn_dispatch.kernels.triton.support import Meta
-from tests.support.compiling import BYTES, LENGTHS, SUMS, compile_alone
+from tests.support.compiling import BYTES, LENGTHS, SUMS, TERMS, compile_alone
 
 SIZES = {(torch.bfloat16, 64): 128, (torch.bfloat16, 128): 64, (torch.bfloat16, 256): 32}
 SIZES |= {(torch.float32, 128): 32, (torch.float32, 256): 16}
@@ -120,7 +122,7 @@ for (capability, wide, rows), ((dtype, width), columns) in zip(cycle(DEVICES), S
     meta = Meta(2, width, width, 0, rows, columns, PRECISION=precision, WIDE=wide)
     x, strides, warps = torch.empty(1, dtype=dtype), (64, 32, 16, 1), 8 if rows > 32 else 4
     lens = None if wide else LENGTHS
-    part = (x, x, x, SUMS, SUMS, SUMS, BYTES, lens), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, 0.5), meta, warps, 2
+    part = (x, x, x, SUMS, SUMS, SUMS, BYTES, lens), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, TERMS), meta, warps, 2
     join = (SUMS, SUMS, SUMS, x, SUMS), (2, 3, 7), meta, warps
     for kernel, given in ((few_queries.part, part), (few_queries.join, join)):
         made = compile_alone(kernel, capability, *given)
