@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.work_list import key_parts
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
@@ -53,10 +55,26 @@ def test_few_queries_in_parts(case: Case, dtype: torch.dtype, terms: str, monkey
     found = gate.run(registry.load("triton"))
     assert gate.check(found).failures == ()
     rows = optional.problem_of_key_lens(registry.load("triton"), problem)
-    assert rows is not None
-    assert optional.key_lens_failures(registry.load("triton"), rows) == []
+    assert (rows is None) == bool(problem.bias or problem.alibi_axes)
+    assert rows is None or optional.key_lens_failures(registry.load("triton"), rows) == []
     monkeypatch.setattr(support, "needs_wide_offsets", lambda tensors: True)
     assert torch.equal(gate.run(registry.load("triton"))["out"], found["out"])
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+def test_slopes_count_from_the_end_of_a_row() -> None:
+    problem = replace(
+        Case("", Dense(True), (2, 2, 4, 16), k_len=70).problem(torch.float16, needs_grad=False), alibi_axes=1
+    )
+    whole, lens = make(problem), torch.full((2,), 50)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Problem, **given: torch.Tensor) -> Any:
+        return registry.load("triton").run(q, whole.k, whole.v, problem, key_lens=lens, **given)
+
+    part = replace(whole, problem=replace(problem, k_len=50), k=whole.k[:, :50], v=whole.v[:, :50])
+    oracle = Oracle.of(part)
+    assert oracle.check(oracle.run(adapted(SimpleNamespace(run=run)))).failures == ()
 
 
 def test_which_keys_are_read_in_parts() -> None:
