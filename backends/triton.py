@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
-from attn_dispatch.kernels.contract import Refusal, Result, refuse_sinks
+from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.kernels.device_cache import DeviceCache, bytes_of, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import passes, support
@@ -73,7 +73,7 @@ def version() -> str:
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = support.refusals(problem, (Dense, Window, Dilated)) + refuse_sinks(problem)
+    found = support.refusals(problem, (Dense, Window, Dilated))
     if not found and (needed := _list_bytes(problem)) > LIST_LIMIT:
         text = f"lists the tiles of {problem.pattern} in up to {gib(needed)}, over {gib(LIST_LIMIT)}"
         found.append(Refusal("over_memory", text))
@@ -123,6 +123,10 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None,
     found = differentiable(q, k, v, call, given) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, _blocks(problem))
     return found
+
+
+def takes_documents(problem: Problem) -> bool:
+    return not getattr(problem.pattern, "sinks", 0)  # each has keys of its own that all see
 
 
 def run_documents(
@@ -247,7 +251,7 @@ def _warps(parts: KeyParts) -> int:
 def _lists(problem: Problem, lengths: tuple[int, ...], each: TritonKernel, block: BlockConfig) -> Lists:
     work = (_work_of if lengths else _on_device)(problem, each.side, block, lengths)
     tables = Tables(work.tiles, work.runs, work.first_tile, work.kind_of)
-    return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tables, work.low, work.high)
+    return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tables, work.bounds)
 
 
 _listed = DeviceCache(work_list_of)

@@ -59,7 +59,7 @@ def problem_of(
 
 
 def supported(pattern: Pattern) -> bool:
-    return not isinstance(pattern, Neighborhood) and not getattr(pattern, "sinks", 0)
+    return not isinstance(pattern, Neighborhood)
 
 
 @st.composite
@@ -72,8 +72,8 @@ def problems(draw: st.DrawFn) -> Problem:
     return case.problem(torch.float32, needs_grad=True)
 
 
-def tile_runs(work: WorkList, problem: Problem, side: Side) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The query head, a tile's rows, and the columns of one of its runs."""
+def tile_runs(work: WorkList, problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, int]]:
+    """The query head, a tile's rows, the columns of one of its runs, and 1 for one of sinks."""
     heads = len(work.kind_of)
     for head, kind in enumerate(work.kind_of.tolist()):
         for start, step, count, first_run, end_run in work.tiles[
@@ -81,19 +81,21 @@ def tile_runs(work: WorkList, problem: Problem, side: Side) -> Iterator[tuple[in
         ].tolist():
             rows = torch.arange(count) * step + start
             for run_start, run_step, run_count, member in work.runs[first_run:end_run].tolist():
-                yield head * problem.heads // heads + member, rows, torch.arange(run_count) * run_step + run_start
+                columns = torch.arange(run_count) * run_step + run_start
+                yield head * problem.heads // heads + member // 2, rows, columns, member % 2
 
 
 def listed_multiplicity(work: WorkList, problem: Problem, side: Side) -> Tensor:
     """How many times the work list pairs each query of each head with each key."""
     found = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int32)
-    for head, rows, columns in tile_runs(work, problem, side):
+    for head, rows, columns, sinks in tile_runs(work, problem):
+        low, high = work.bounds[sinks]
         distance = columns - rows[:, None]
         visible = torch.ones_like(distance, dtype=torch.bool)
-        if work.low is not None:
-            visible &= distance >= work.low
-        if work.high is not None:
-            visible &= distance <= work.high
+        if low is not None:
+            visible &= distance >= low
+        if high is not None:
+            visible &= distance <= high
         if side == "queries":
             found[head, rows[:, None], columns] += visible
         else:
@@ -248,10 +250,6 @@ def test_newer_gpus_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
             {"pattern": Neighborhood((64, 64), (3, 3))},
             "computes Dense, Window, Dilated, not Neighborhood(grid=(64, 64)",
         ),
-        (
-            {"pattern": Window(64, 0, 4)},
-            "computes one run of keys for each query, without the sinks of Window(left=64, right=0, sinks=4)",
-        ),
         ({"pattern": Dense(), "q_len": 2**30}, "counts up to 536870912 queries and keys, not 1073745920"),
         (
             {"pattern": Dilated((1, 2), (1, 1)), "q_len": 2**28, "k_len": 2**28},
@@ -305,6 +303,7 @@ SEVERAL = (
     Case("window", Window(20, 9), (1, 70, 2, 16), kv_heads=1, key_mask=True),
     Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
     Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70),
+    Case("sinks", Window(9, 3, 20), (1, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
     Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20),
     Case("longnet", Dilated((32, 64), (1, 2), True), (1, 50, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
     Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)),

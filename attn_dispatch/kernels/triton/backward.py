@@ -22,6 +22,7 @@ from attn_dispatch.kernels.triton.lists import (
     phases_of,
     program_place,
     rows_of,
+    sizes_of,
     span_of,
 )
 from attn_dispatch.kernels.triton.parts import (
@@ -66,12 +67,15 @@ def backward_q(
     of_head = head_terms(terms, batch, head, heads, meta)
     acc = zeros(meta)
     for number in range(first_run, end_run):
-        run, phases = phases_of(lists, number, kind, first, last, q_len, length, sizes, meta)
+        own = sizes
+        if meta.SINKS:
+            own = sizes_of(lists, number, sizes, False)
+        run, phases = phases_of(lists, number, kind, first, last, q_len, length, own, meta)
         for phase in tl.static_range(1 if low is None and meta.TILE == 0 else 0, 2 if meta.TILE else 3):
             n_from, n_to = span_of(phases, phase)
             for n in range(n_from, n_to, 1 if meta.TILE else meta.COLUMNS):
                 columns, there, visible, times, added = block_of(
-                    lists, run, n, first, rows, kind, sizes, length, mask, of_head, phase, False, meta
+                    lists, run, n, first, rows, kind, own, length, mask, of_head, phase, False, meta
                 )
                 seen = there[:, None]
                 key = load_rows(k_head, columns, seen, k_by, meta)
@@ -114,12 +118,15 @@ def backward_kv(
         grad_head = head_of(grad, grad_by, batch, member)
         of_head = head_terms(terms, batch, member, heads * meta.GROUP, meta)
         scalars = (batch * heads * meta.GROUP + member) * q_len
-        run, phases = phases_of(lists, number, member_kind, first, last, k_len, length, sizes, meta)
+        own = sizes
+        if meta.SINKS:
+            own = sizes_of(lists, number, sizes, True)
+        run, phases = phases_of(lists, number, member_kind, first, last, k_len, length, own, meta)
         for phase in tl.static_range(1 if low is None and meta.TILE == 0 else 0, 2 if meta.TILE else 3):
             n_from, n_to = span_of(phases, phase)
             for n in range(n_from, n_to, 1 if meta.TILE else meta.COLUMNS):
                 columns, there, visible, times, added = block_of(
-                    lists, run, n, first, rows, member_kind, sizes, length, None, of_head, phase, True, meta
+                    lists, run, n, first, rows, member_kind, own, length, None, of_head, phase, True, meta
                 )
                 if (length is not None) or (mask is not None):
                     visible = visible & valid_key[:, None]

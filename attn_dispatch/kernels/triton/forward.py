@@ -20,6 +20,7 @@ from attn_dispatch.kernels.triton.lists import (
     phases_of,
     program_place,
     rows_of,
+    sizes_of,
     span_of,
 )
 from attn_dispatch.kernels.triton.parts import fold_scale, forward_step, head_of, load_rows, store_rows, zeros
@@ -50,11 +51,14 @@ def forward(tensors, lists, q_by, k_by, v_by, heads, programs, together, q_len, 
     total = tl.full([meta.ROWS], 0.0, tl.float32)
     acc = zeros(meta)
     for number in range(first_run, end_run):
-        run, phases = phases_of(lists, number, kind, first, last, q_len, length, sizes, meta)
+        own = sizes
+        if meta.SINKS:
+            own = sizes_of(lists, number, sizes, False)
+        run, phases = phases_of(lists, number, kind, first, last, q_len, length, own, meta)
         for phase in tl.static_range(1 if low is None and meta.TILE == 0 else 0, 2 if meta.TILE else 3):
             n_from, n_to = span_of(phases, phase)
             for n in range(n_from, n_to, 1 if meta.TILE else meta.COLUMNS):
-                block = block_of(lists, run, n, first, rows, kind, sizes, length, mask, of_head, phase, False, meta)
+                block = block_of(lists, run, n, first, rows, kind, own, length, mask, of_head, phase, False, meta)
                 row_max, total, acc = forward_step(
                     query, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, acc, meta
                 )

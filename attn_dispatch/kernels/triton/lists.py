@@ -1,8 +1,9 @@
 """The rows and columns of a program of `forward` and `backward`, by lists of either kind. Imports triton.
 
 *Runs* (TILE is 0; see `work_list.WorkList`): `tiles` and `runs`. A row sees columns from `row + low` to `row + high`;
-None: no bound. A run's columns have three phases: first columns that some rows do not see, columns that all rows see,
-and last columns that some rows do not see. A tile's unused lanes repeat its last row: only stores need a mask for them.
+None: no bound. Runs of sinks, where there are SINKS, hold those beyond. A run's columns have three phases: first
+columns that some rows do not see, columns that all rows see, and last columns that some rows do not see. A tile's
+unused lanes repeat its last row: only stores need a mask for them.
 
 *Pairs* of tiles of TILE places (see `tiles.tables.TileLists`): spans as `tiles`, pairs as `runs`, and the positions of
 places, of which a program has ROWS. A tile's first pairs, phase 0, are weighted by multiplicity; in the others every
@@ -96,6 +97,18 @@ def mask_of(key_mask, batch, k_len):
 
 
 @triton.jit
+def sizes_of(lists, run, sizes, KEYS: tl.constexpr):
+    """Where there are sinks, the sizes with the bounds of a run, which may be one of sinks. KEYS: rows are keys."""
+    low, high, q_len, k_len = sizes
+    sinks = tl.load(lists.runs + run * RUN + 3) % 2 == 1
+    if KEYS:
+        bounds = tl.where(sinks, high + 1, low), tl.where(sinks, q_len + k_len, high)
+    else:
+        bounds = tl.where(sinks, -q_len - k_len, low), tl.where(sinks, low - 1, high)
+    return bounds[0], bounds[1], q_len, k_len
+
+
+@triton.jit
 def phases_of(lists, run, kind, first, last, row_len, length, sizes, meta):
     """A run's start, step and end, and the first of each phase and the end.
 
@@ -141,7 +154,7 @@ def member_of(lists, run, kind, first_head, meta):
         head = first_head + run
         kind = tl.load(lists.kind_of + head)
     else:
-        head = first_head + tl.load(lists.runs + run * RUN + 3)
+        head = first_head + tl.load(lists.runs + run * RUN + 3) // 2
     return head, kind
 
 

@@ -26,6 +26,7 @@ from attn_dispatch.kernels.triton.support import (
     in_fitting_block,
     launch,
 )
+from attn_dispatch.kernels.triton.work_list import Bounds
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tracing import forward_ad
 
@@ -52,15 +53,14 @@ class Lists(NamedTuple):
     Args:
         programs: of each head of a batch row.
         together: heads that take turns, at most.
-        low, high: bounds of a row's columns.
+        bounds: of a row's columns, and of runs of sinks.
         tile: places of a tile; 0: the lists are runs.
     """
 
     programs: int
     together: int
     tables: Tables
-    low: int | None = None
-    high: int | None = None
+    bounds: tuple[Bounds, ...] = ((None, None),)
     tile: int = 0
 
 
@@ -157,13 +157,12 @@ class TritonPasses:
                 min(lists.together, problem.batch * heads),
                 problem.q_len,
                 problem.k_len,
-                lists.low,
-                lists.high,
+                *lists.bounds[0],
                 Terms.of(problem, self.given),
             )
-            meta = Meta.of(problem, block.rows, block.columns, strided, self.given.bias)._replace(
-                BLOCK_D=block_d, REST_D=rest_d, TILE=lists.tile, BRANCHES=branches, AXES=axes
-            )
+            meta = Meta.of(problem, block.rows, block.columns, strided, self.given.bias)
+            meta = meta._replace(BLOCK_D=block_d, REST_D=rest_d, SINKS=len(lists.bounds) > 1)
+            meta = meta._replace(TILE=lists.tile, BRANCHES=branches, AXES=axes)
             programs, options = lists.programs * heads * problem.batch, (block.warps, block.stages)
             return launch(each.load(), programs, problem.device, tensors, others, meta, *options)
 

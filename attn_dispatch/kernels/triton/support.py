@@ -233,6 +233,7 @@ class Meta(NamedTuple):
         ROWS, COLUMNS: of a block.
         TILE: places of a tile; 0: lists are runs.
         BRANCHES, AXES: of `reach`.
+        SINKS: whether there are runs of sinks.
         SOFTCAP, BIAS, ALIBI: whether `Terms` has them.
         PRECISION: of products.
         WIDE: offsets within a head need 64 bits.
@@ -247,6 +248,7 @@ class Meta(NamedTuple):
     TILE: int = 0
     BRANCHES: int = 0
     AXES: int = 0
+    SINKS: bool = False
     SOFTCAP: bool = False
     BIAS: bool = False
     ALIBI: bool = False
@@ -258,7 +260,7 @@ class Meta(NamedTuple):
         d, group = problem.head_dim, problem.heads // problem.kv_heads
         terms = bool(problem.softcap), bool(problem.bias), bool(problem.alibi_axes)
         wide = needs_wide_offsets(strided if bias is None else [*strided, bias.transpose(1, 2)])
-        return cls(group, d, padded(d), 0, rows, columns, 0, 0, 0, *terms, precision(problem), wide)
+        return cls(group, d, padded(d), 0, rows, columns, 0, 0, 0, False, *terms, precision(problem), wide)
 
 
 class Launch(NamedTuple):
