@@ -43,7 +43,8 @@ AT_ONCE = {"native": native, "triton": triton}
 
 
 def refuses(backend: str, pattern: Pattern) -> bool:
-    problem, module = Problem.of(*FLOATS, pattern), adapted(AT_ONCE[backend])
+    q, k, v = FLOATS
+    problem, module = Problem.of(q, k, v, pattern), adapted(AT_ONCE[backend])
     return bool(module.refusals(problem)) or not module.takes_documents(problem)
 
 
