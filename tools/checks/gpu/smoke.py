@@ -142,7 +142,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def tables(found: Any) -> Iterator[Table]:
-    failed = sorted({f"`{row['backend']}`: {row['failed']}" for row in found["rows"] if "failed" in row})
+    failed = sorted({f"`{row['backend']}`: {row['failed'][:60]}" for row in found["rows"] if "failed" in row})
     counts = sorted((name, text) for name, text in found["summary"].items() if isinstance(text, str))
     patterns = ", ".join(dict.fromkeys(row["pattern"] for row in found["rows"]))
     dims = ", ".join(map(str, sorted({row["head_dim"] for row in found["rows"]})))
