@@ -63,7 +63,7 @@ LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost em
 BUILDING = 64  #: times a list: temporaries while it is built, which count on a CPU (by the interpreter) alone
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
-KERNELS = FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
+FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
 INTERPRETED = BlockConfig(64, 64, 4, 1)
 INTERPRETED_CACHE = 2**14  #: bytes, so few that cache limits matter in small problems
 
@@ -183,7 +183,7 @@ def _passes(
     kind = TritonPasses if problem.has_seq_lens or key_parts(problem) is None else _InParts
     every = covers(problem, "queries", lengths), not problem.needs_grad or covers(problem, "keys", lengths)
     blocks, lists = (lambda each: block_configs(each, problem, lengths)), (lambda *x: _lists(problem, lengths, *x))
-    return kind(problem, KERNELS, blocks, lists, given, *every, known)
+    return kind(problem, (FORWARD, BACKWARD_Q, BACKWARD_KV), blocks, lists, given, *every, known)
 
 
 class _InParts(TritonPasses):
@@ -301,7 +301,7 @@ def _list_bytes(problem: Problem) -> int:
 
 def kernels_for(problem: Problem) -> tuple[TritonKernel, ...]:
     """The kernels of a call, without those of few queries."""
-    return KERNELS if problem.needs_grad else (FORWARD,)
+    return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
 
 
 def _l2_bytes(device: torch.device) -> int:
