@@ -297,9 +297,6 @@ def test_dropout_inside_transforms_and_modes(transform: Callable[..., Tensor]) -
     assert torch.allclose(transform(loss, q), torch.autograd.grad(loss(x), x)[0])
 
 
-# --- over many ranks --------------------------------------------------------------------------------------------------
-
-
 def over_ranks(order: str, loss: str) -> str:
     """A job: what the derivative of a gradient raises."""
     mesh = ring_ranks.group()

@@ -346,9 +346,6 @@ def test_an_output_that_cannot_be_written(
     assert done.stderr == said
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
 def row(backend: str, status: str, median_ms: float | None = None, rounds: int = 99, **more: Any) -> Row:
     times = dict.fromkeys(("median_ms", "low_ms", "high_ms"), median_ms)
     return Row(backend=backend, order="natural", status=status, reason="", rounds=rounds, **times, **more)

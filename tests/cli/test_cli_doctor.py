@@ -77,7 +77,7 @@ def test_doctor_lists_quarantined_versions(quarantined: Path, tmp_path: Path) ->
     ]
     found = plain(command(quarantined, "doctor", "--json"))["quarantines"]
     assert [(each["backend"], each["silicon"], each["scope"]) for each in found] == [
-        *(("flash", "cpu-one", ""), ("made_up", "cpu-one", ""), ("flash", "cpu-two", "0123456789ab")),
+        *(("flash", "cpu-one", ""), ("made_up", "cpu-one", ""), ("flash", "cpu-two", "0123456789ab"))
     ]
     assert all(each.keys() == set(Entry.__struct_fields__) for each in found)
     assert "\nquarantine none\n" in command(tmp_path / "empty", "doctor").stdout

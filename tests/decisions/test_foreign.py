@@ -91,11 +91,7 @@ def test_no_later_process_checks_again(installed: Machine, tmp_path: Path, caplo
 
 @pytest.mark.parametrize("how", ["imported", "shipped"])
 def test_a_slower_one_is_measured_instead(
-    how: str,
-    installed: Machine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    warnings: Callable[[], list[str]],
+    how: str, installed: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     given = elsewhere(installed, "c", c=1)
     if how == "imported":

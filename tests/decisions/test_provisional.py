@@ -68,8 +68,7 @@ def test_profile_measures_a_provisional_decision_again(busy: Callable[[bool], No
 
 
 @pytest.mark.parametrize(
-    ("attempts", "minutes_ago", "again"),
-    [(1, 0, True), (2, 9, False), (3, 41, True), (6, 10**6, False)],
+    ("attempts", "minutes_ago", "again"), [(1, 0, True), (2, 9, False), (3, 41, True), (6, 10**6, False)]
 )
 def test_again_with_growing_pauses_and_not_for_ever(
     attempts: int, minutes_ago: int, again: bool, busy: Callable[[bool], None]

@@ -215,12 +215,7 @@ REASONS: dict[str, tuple[str, tuple[int, int], Problem, list[str]]] = {
         problem_of(F16, Window(3, 0)),
         ["computes Dense, Dilated, not Window(left=3, right=0)"],
     ),
-    "sdpa-masks": (
-        "sdpa",
-        HOPPER,
-        problem_of(has_key_mask=True),
-        ["takes no mask, which seq_lens and key_mask need"],
-    ),
+    "sdpa-masks": ("sdpa", HOPPER, problem_of(has_key_mask=True), ["takes no mask, which seq_lens and key_mask need"]),
     "flash-gap": (
         "sdpa_efficient",
         (8, 9),

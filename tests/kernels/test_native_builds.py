@@ -63,9 +63,6 @@ def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failures() == []
 
 
-# --- aarch64, emulated ------------------------------------------------------------------------------------------------
-
-
 def test_aarch64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator = next(filter(None, map(shutil.which, EMULATOR)), None)
     if shutil.which(CROSS) is None or emulator is None:

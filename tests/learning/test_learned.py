@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from attn_dispatch.learning.predict import (
-    MAX_NEIGHBOURS,
-    UNKNOWN_FACTOR,
-    Evidence,
-    EvidencePoint,
-    Prediction,
-    predict,
-)
+from attn_dispatch.learning.predict import MAX_NEIGHBOURS, UNKNOWN_FACTOR, Evidence, EvidencePoint, Prediction, predict
 from attn_dispatch.learning.regret import leave_one_out, total
 from attn_dispatch.store.decision import Decision
 from tests.support.made_up import PROBLEM, Name, decision, problem_at

@@ -60,12 +60,7 @@ def cpu_from(tmp_path: Path, cpuinfo: str) -> hardware.Cpu:
 @pytest.mark.parametrize(
     ("cpuinfo", "sets", "model", "dtype"),
     [
-        (
-            INTEL_AMX,
-            "amx_bf16 avx2 avx512 avx512_bf16 avx512_fp16",
-            "Intel(R) Xeon(R) Platinum 8480+",
-            "bfloat16",
-        ),
+        (INTEL_AMX, "amx_bf16 avx2 avx512 avx512_bf16 avx512_fp16", "Intel(R) Xeon(R) Platinum 8480+", "bfloat16"),
         (AMD_ZEN3, "avx2", "AMD EPYC Processor family 25 model 1", "float32"),
         (ARM_V1, "bf16 fp16 neon sve", "ARM 0x41-0xd40", "bfloat16"),
     ],
@@ -254,9 +249,6 @@ def test_threads_change_the_cpu_fingerprint() -> None:
         assert hardware.hardware().cpu.threads == before + 1
     finally:
         torch.set_num_threads(before)
-
-
-# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 def test_real_machine() -> None:

@@ -30,11 +30,7 @@ WHERE: dict[str, tuple[Any, ...]] = {
     "tokens": (Replicate(), Shard(1)),
     "heads and tokens": (Shard(2), Shard(1)),
 }
-PATTERNS: tuple[Pattern, ...] = (
-    Dense(is_causal=True),
-    Window(5, 0),
-    Dilated((6, 12), (1, 2), is_causal=True),
-)
+PATTERNS: tuple[Pattern, ...] = (Dense(is_causal=True), Window(5, 0), Dilated((6, 12), (1, 2), is_causal=True))
 
 
 @pytest.fixture(autouse=True)

@@ -154,9 +154,6 @@ def test_a_default_device(ranks: Ranks, pattern: Pattern, order: str | None, set
     assert ranks.everywhere(with_another_default, pattern, order, ranks=2) == [True] * 2
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
     """A job: whether gradients are bit-identical with a checkpoint around the call, and whether they are nonzero."""
     mesh = Sharded(ring_ranks.group(), "zigzag")
@@ -180,9 +177,6 @@ def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("layer", ["last", "first"])
 def test_checkpoints(ranks: Ranks, order: str, layer: str) -> None:
     assert ranks.everywhere(checkpointed, order, layer, ranks=2) == [(True, True)] * 2
-
-
-# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

@@ -63,9 +63,6 @@ def test_reasons_and_titles_are_one_line(folder: Path, anew: Callable[[], Quaran
         path_of(folder).write_bytes(files.encode_checked(given))
 
 
-# --- lifting ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "left"), [("made_up", ["other"]), (None, []), ("absent", ["made_up", "made_up", "other"])]
 )

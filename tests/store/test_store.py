@@ -54,8 +54,6 @@ def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> N
     assert not folder.exists()
 
 
-# --- writing that fails -----------------------------------------------------------------------------------------------
-
 FAILURES: dict[str, str] = {"folder": "pathlib.Path.mkdir", "file": "os.fsync", "rename": "os.replace"}
 
 
@@ -97,8 +95,6 @@ def test_an_interrupted_write_leaves_the_old_file(
     assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
     assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
-
-# --- many processes ---------------------------------------------------------------------------------------------------
 
 WRITES = 10
 WRITER = """

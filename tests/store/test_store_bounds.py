@@ -78,9 +78,6 @@ def test_an_invalid_limit_is_refused(tmp_path: Path, value: str, monkeypatch: py
     assert files_in(tmp_path) == []
 
 
-# --- temporary files of killed writers ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("age_s", "stays"), [(2 * 3600, False), (60, True), (-10 * DAY, True)])
 def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     """A file time in the future gives no age."""
@@ -90,9 +87,6 @@ def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     os.utime(left, (0, time.time() - age_s))
     Store(tmp_path).put(decision(key=OTHER))
     assert left.exists() == stays
-
-
-# --- clocks ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_time_in_the_future_does_not_win_a_merge(tmp_path: Path) -> None:
@@ -146,9 +140,6 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Call
     assert len(warnings()) == 2
 
 
-# --- problems that were missed --------------------------------------------------------------------------------------
-
-
 def test_a_missed_problem_is_recorded_once_per_process(tmp_path: Path) -> None:
     for batch in (1, 2, 1):
         note_missed(tmp_path, {"batch": batch})
@@ -161,9 +152,6 @@ def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable
         note_missed(folder, {"batch": 1})
     (text,) = warnings()
     assert text.startswith("misses are not recorded: ")
-
-
-# --- checks that were passed ----------------------------------------------------------------------------------------
 
 
 def test_a_passed_check_is_known_to_the_next_process(tmp_path: Path) -> None:

@@ -18,13 +18,7 @@ from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard, race
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
-from attn_dispatch.tuning.clocks import (
-    LEAD_FACTOR,
-    MOST_WAITS,
-    PAUSE_S,
-    WARM_S,
-    CudaStopwatch,
-)
+from attn_dispatch.tuning.clocks import LEAD_FACTOR, MOST_WAITS, PAUSE_S, WARM_S, CudaStopwatch
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import exhausted
 from tests.support import fakes

@@ -7,14 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_dispatch.tuning.guard import (
-    DeviceLost,
-    capped,
-    is_limit_error,
-    is_memory_error,
-    is_shortage,
-    memory_excess,
-)
+from attn_dispatch.tuning.guard import DeviceLost, capped, is_limit_error, is_memory_error, is_shortage, memory_excess
 from tests.support import fakes
 from tests.support.fakes import GIB, MIB
 

@@ -183,9 +183,6 @@ def test_hugely_negative_rows(more: dict[str, Any], dtype: torch.dtype) -> None:
         assert f"{case.name}: out has NaN" in case.check(case.run(Planted(changed(run)))).failures
 
 
-# --- tolerances -------------------------------------------------------------------------------------------------------
-
-
 def small_error(name: str, tensor: Tensor, eps: float) -> Tensor:
     """The largest entry of out 2 % off, lse 0.5 %, of a gradient 3 %; more where the dtype is coarser than that."""
     if name == "lse":
@@ -304,11 +301,7 @@ PATTERNS: list[tuple[Pattern, int, Pattern]] = [
         77,
         Neighborhood((5, 5, 3), (4, 2, 3), edges="shift", stride=(4, 2, 3)),
     ),
-    (
-        Reordered(Neighborhood((64, 64), (13, 3)), "hilbert"),
-        77,
-        Reordered(Neighborhood((11, 7), (11, 3)), "hilbert"),
-    ),
+    (Reordered(Neighborhood((64, 64), (13, 3)), "hilbert"), 77, Reordered(Neighborhood((11, 7), (11, 3)), "hilbert")),
 ]
 
 

@@ -48,9 +48,7 @@ def test_the_right_candidate_is_chosen_beside_busy_programs(neighbours: int, sca
     for seed in range(50):
         machine = Machine(0.02, seed, neighbours=neighbours)
         found = machine.race(
-            {name: scale * cost for name, cost in COSTS.items()},
-            budget_s=0.8 * max(1.0, scale),
-            incumbents=("sdpa",),
+            {name: scale * cost for name, cost in COSTS.items()}, budget_s=0.8 * max(1.0, scale), incumbents=("sdpa",)
         )
         entrants = [
             Entrant(name, timing, dropped=found.dropped.get(name), rank=rank)

@@ -161,8 +161,7 @@ def test_undeclared_memory_excludes_a_version_from_the_group_alone(device: Devic
 
 
 @pytest.mark.parametrize(
-    ("error", "settings"),
-    [(None, 2), (ILLEGAL, 2), (guard.TimedOut(1.0, stopped=True), 2), (guard.TimedOut(1.0), 1)],
+    ("error", "settings"), [(None, 2), (ILLEGAL, 2), (guard.TimedOut(1.0, stopped=True), 2), (guard.TimedOut(1.0), 1)]
 )
 def test_the_cap_is_lifted_after_a_call_that_was_not_abandoned(
     error: BaseException | None, settings: int, device: Device, monkeypatch: pytest.MonkeyPatch

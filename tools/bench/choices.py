@@ -60,11 +60,7 @@ def fixed(problems: Sequence[Sequence[Times]], name: str) -> dict[str, Any] | No
         for judges in problems
         if all(own in each or last_resort in each for each in judges)
     ]
-    return {
-        "runs": summary(runs),
-        "does_not_run": len(problems) - len(runs),
-        "with_last_resort": summary(every),
-    }
+    return {"runs": summary(runs), "does_not_run": len(problems) - len(runs), "with_last_resort": summary(every)}
 
 
 def figures(problems: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
