@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,9 +153,8 @@ def test_between_calls_of_a_program_nothing_is_warmed(stream: Stream) -> None:
 
 
 @pytest.fixture
-def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Race]]:
+def raced(fresh_machine: None, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Race]:
     """Races calls on the made-up device, each by its name, as candidates whose first call took 100 ms."""
-    fakes.forget()
     fakes.fake_cuda(monkeypatch, fakes.H100)
     fakes.cuda_memory(monkeypatch, free=fakes.GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: fakes.H100)
@@ -171,8 +170,7 @@ def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         exhausted(found.run(lambda each: calls[each.name], budget_s))
         return found
 
-    yield run
-    fakes.forget()
+    return run
 
 
 class Lazy:

@@ -18,18 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch import Sharded, attend, explain
-from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.tuning.intervals import Timing
+from tools.bench.longnet import known_peak
 from tools.lib.common import parser, ratio, timing, write
 from tools.lib.ranks import Tokens, freed_at_once, together
 from tools.lib.tables import Table, direction, interval, megabytes, ms
 
 TAKES = "5 min"
 
-CPU = torch.device("cpu")
 HEADS, HEAD_DIM = 8, 64
 WIDE = Dilated((2048, 16384, 131_072, 1_048_576), (1, 4, 16, 64))
 #: With heads, and the tokens of a forward pass and of both.
@@ -93,14 +92,8 @@ def _peak(pattern: Pattern, layout: Layout, heads: int, backward: bool) -> tuple
         once(tensors, pattern, several, backward)
         return exchange_of(tensors, pattern) if several else None
 
-    exchange, peak = peak_bytes(call, CPU)
-    return _known(peak), exchange
-
-
-def _known(peak: int | None) -> int:
-    if peak is None:
-        raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
-    return peak
+    exchange, peak = known_peak(call)
+    return peak, exchange
 
 
 # --- two ranks, or two threads ----------------------------------------------------------------------------------------
