@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.machine import devices, hardware, memory
 from tests.support import fakes
+from tests.support.calls import threads
 from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, write
 
 INTEL_AMX = """processor\t: 0
@@ -243,12 +244,9 @@ def test_silicon_is_a_short_slug(model: str, total: int, mig: bool) -> None:
 def test_threads_change_the_cpu_fingerprint() -> None:
     before = torch.get_num_threads()
     first = hardware.silicon("cpu")
-    try:
-        torch.set_num_threads(before + 1)
+    with threads(before + 1):
         assert hardware.silicon("cpu") == first.replace(f"-{before}t", f"-{before + 1}t") != first
         assert hardware.hardware().cpu.threads == before + 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_real_machine() -> None:

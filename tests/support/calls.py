@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -67,6 +68,17 @@ def formula(
 
 def close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """PyTorch computes in so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def forget() -> None:

@@ -120,24 +120,25 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def three_threads() -> Iterator[None]:
     """More than the tests' one, and no divisor of most sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+    with calls.threads(3):
+        yield
 
 
 @pytest.fixture
-def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Tensors are so small that threads only wait for one another; and allocations are those of this thread."""
+    with calls.threads(1):
+        yield
+
+
+@pytest.fixture
+def little_time(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread: several wait for one another where other processes have the cores, which no median evens out.
 
     Enough time on a busy machine to measure all candidates of a small problem; a resolved race takes a tenth of it.
     """
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
     monkeypatch.setattr(tuner, "WAITING", tuner.WAITING._replace(fixed_s=3.0))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

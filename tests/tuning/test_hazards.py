@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -42,15 +42,6 @@ CLASSES = {
         "", Neighborhood((32, 64), (7, 9), (1, 2)), (1, 2048, 2, 16), strides=("bhnd", "bhnd", "bndh")
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are so small that threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def asked(name: str, dtype: torch.dtype = torch.float32, *, needs_grad: bool = True) -> Problem:
