@@ -67,15 +67,9 @@ NEWEST = {"flash-attn-4": "4.0.0b36", "flash_attn_3": "3.0.0", "flash-attn": "2.
 
 
 @pytest.fixture(autouse=True)
-def newest(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def newest(one_thread: None, unknown_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest libraries are installed, and nothing is known of them."""
-    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
-    for table in tables:
-        table.cache_clear()
     installed(monkeypatch, NEWEST)
-    yield
-    for table in tables:
-        table.cache_clear()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -71,14 +71,22 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """PyTorch computes in so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+def setting(get: Callable[[], Any], put: Callable[[Any], object], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        put(before)
+
+
+def threads(count: int) -> AbstractContextManager[None]:
+    """PyTorch computes in so many threads."""
+    return setting(torch.get_num_threads, torch.set_num_threads, count)
+
+
+def precision(value: str) -> AbstractContextManager[None]:
+    return setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value)
 
 
 def forget() -> None:

@@ -23,9 +23,10 @@ from attn_dispatch import process_state
 from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
 from attn_dispatch.kernels import device_cache
+from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.flex import attention
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.machine import load
+from attn_dispatch.machine import environment, load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import rounds, tuner
@@ -168,6 +169,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
     folder = tmp_path_factory.mktemp("measured")
     return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--quick", "--json"))
+
+
+def _forget_packages() -> None:
+    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
+    for table in tables:
+        table.cache_clear()
+
+
+@pytest.fixture
+def unknown_packages() -> Iterator[None]:
+    """Nothing is known of packages, their imports and kernels, neither by the test nor after it."""
+    _forget_packages()
+    yield
+    _forget_packages()
 
 
 @pytest.fixture
