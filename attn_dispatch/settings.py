@@ -14,6 +14,7 @@ import platformdirs
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.log import say_once
 
+FLASH_KERNEL = "ATTN_DISPATCH_FLASH_KERNEL"  #: a variable, see `flash_kernel`
 MODES = ("tune", "online", "predict", "locked", "off")
 NOWHERE = Path(os.devnull, "attn-dispatch")  #: stands for a missing cache folder: cannot be created, read or written
 NO_HOME = "this user has no home folder that can be written; set $ATTN_DISPATCH_CACHE_DIR to a folder"
@@ -68,6 +69,12 @@ def record_file() -> str | None:
     """$ATTN_DISPATCH_RECORD: the file to which this process writes its problems; None: to none."""
     named = os.environ.get("ATTN_DISPATCH_RECORD")
     return os.path.expanduser(named) if named else None
+
+
+def flash_kernel() -> Path | None:
+    """$ATTN_DISPATCH_FLASH_KERNEL: the folder of a build of flash-attn from the Hugging Face Hub; None: of none."""
+    named = os.environ.get(FLASH_KERNEL)
+    return Path(named).expanduser() if named else None
 
 
 def measures() -> bool:

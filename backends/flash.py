@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import refuse_tangents
-from attn_dispatch.kernels.branches import flash4
+from attn_dispatch.kernels.branches import flash4, hub
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
@@ -152,13 +152,13 @@ class Flash3(Generation):
     """flash-attn 3, by its ops, whose arguments are more stable than those of its Python functions."""
 
     def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
-        op, options = torch.ops.flash_attn_3.fwd.default, self._options(is_causal, scale, seqused_k=self.lengths)
+        op, options = operators3().fwd.default, self._options(is_causal, scale, seqused_k=self.lengths)
         # 0: as many parts of the keys as its heuristic finds, summed in a fixed order.
         return lambda q, k, v: op(q, k, v, num_splits=int(q.shape[:-1].numel() > SPLIT_ROWS), **options)
 
     def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
         grads, options = _new_gradients(saved), self._options(is_causal, scale)
-        torch.ops.flash_attn_3.bwd(*saved, *grads, deterministic=self.deterministic, **options)
+        operators3().bwd(*saved, *grads, deterministic=self.deterministic, **options)
         return grads
 
     def _options(self, is_causal: bool, scale: float, **more: Any) -> dict[str, Any]:
@@ -204,9 +204,16 @@ def _new_gradients(saved: Tensors) -> Tensors:
 
 
 def extension2() -> Any:
-    """What flash-attn 2 is compiled to, as its interface imports it: by the first name since 2.7.2."""
+    """What flash-attn 2 is compiled to: the operators of a build of the Hub, or as its interface imports it, by the
+    first name since 2.7.2.
+    """
     library = PACKAGE2.load()
-    return getattr(library, "flash_attn_gpu", None) or library.flash_attn_cuda
+    return getattr(library, "flash_attn_gpu", None) or getattr(library, "flash_attn_cuda", library)
+
+
+def operators3() -> Any:
+    """Those of flash-attn 3: of a build of the Hub, else by the name that its own build registers."""
+    return PACKAGE3.load() if isinstance(PACKAGE3, hub.Build) else torch.ops.flash_attn_3
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
@@ -219,8 +226,12 @@ BLACKWELL_256 = flash4.BLACKWELL._replace(head_dim=256, least_head_dim=256, grad
 # Those of Ampere, in less shared memory.
 GEFORCE = flash4.BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), highest=(12, 1), repeatable_head_dim=0)
 
-PACKAGE2 = Package("flash-attn", "pip install 'attn-dispatch[flash]'", "flash_attn.flash_attn_interface", (2, 7))
-PACKAGE3 = Package("flash_attn_3", "it is built from flash-attention's hopper folder", "flash_attn_3._C", (3,))
+PACKAGE2 = hub.build("flash_attn2") or Package(
+    "flash-attn", "pip install 'attn-dispatch[flash]'", "flash_attn.flash_attn_interface", (2, 7)
+)
+PACKAGE3 = hub.build("flash_attn3") or Package(
+    "flash_attn_3", "it is built from flash-attention's hopper folder", "flash_attn_3._C", (3,)
+)
 
 
 def version() -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
-from attn_dispatch.kernels.contract import Refusal, Result, refuse_sinks
+from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.kernels.device_cache import DeviceCache, bytes_of, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import passes, support
@@ -27,21 +27,18 @@ from attn_dispatch.kernels.triton.blocks import (
     BlockConfig,
     clipped,
     next_power_of_two,
-    padded,
-    precision,
 )
 from attn_dispatch.kernels.triton.passes import Lists, Tables, TritonPasses
 from attn_dispatch.kernels.triton.support import (
+    NOTHING,
+    Given,
     Launch,
     Meta,
+    Terms,
     TritonKernel,
-    as_float32,
     fitting_blocks,
     kernels_of,
     launch,
-    mask_bytes,
-    masks_of,
-    needs_wide_offsets,
 )
 from attn_dispatch.kernels.triton.work_list import (
     KeyParts,
@@ -59,6 +56,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
 
 name = "triton"
+score_terms = ("softcap", "bias", "alibi_slopes")
 shares_builds = specialized_trains = True
 
 LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost empty
@@ -75,7 +73,7 @@ def version() -> str:
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = support.refusals(problem, (Dense, Window, Dilated)) + refuse_sinks(problem)
+    found = support.refusals(problem, (Dense, Window, Dilated))
     if not found and (needed := _list_bytes(problem)) > LIST_LIMIT:
         text = f"lists the tiles of {problem.pattern} in up to {gib(needed)}, over {gib(LIST_LIMIT)}"
         found.append(Refusal("over_memory", text))
@@ -86,7 +84,7 @@ def workspace_bytes(problem: Problem) -> int:
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
-    sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
+    sums += support.given_bytes(problem)
     if (parts := key_parts(problem)) is not None:
         sums += 4 * problem.batch * problem.kv_heads * parts.parts * parts.rows * (problem.head_dim + 2)
     return sums + _list_bytes(problem) * (BUILDING if problem.device.type == "cpu" else 1)
@@ -117,24 +115,28 @@ def takes_key_lens(problem: Problem) -> bool:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None, **tensors: Tensor) -> Result:
-    refuse_tangents(name, q, k, v)
-    masks = masks_of(tensors)
+    refuse_tangents(name, q, k, v, *tensors.values())
+    given = Given.of(problem, tensors)
     if key_lens is not None:  # no key is read that no query sees
-        return replace(_passes(problem, *masks), key_lens=key_lens.contiguous()).forward(q, k, v)
-    call = Hidden.of(problem).around(_passes(problem, *masks))
-    found = differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
+        return replace(_passes(problem, given), key_lens=key_lens.contiguous()).forward(q, k, v)
+    call = Hidden.of(problem).around(_passes(problem, given))
+    found = differentiable(q, k, v, call, given) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, _blocks(problem))
     return found
+
+
+def takes_documents(problem: Problem) -> bool:
+    return not getattr(problem.pattern, "sinks", 0)  # each has keys of its own that all see
 
 
 def run_documents(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    refuse_tangents(name, q, k, v)
-    masks, call = masks_of(tensors), _documents(problem, lengths)  # not `Hidden`: no other document's key is read
-    if problem.masked:
-        call = replace(call, key_mask=masks[1], known=None)
-    return differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
+    refuse_tangents(name, q, k, v, *tensors.values())
+    given, call = Given.of(problem, tensors), _documents(problem, lengths)  # not `Hidden`: no other's key is read
+    if tensors:
+        call = replace(call, given=given, known=None)
+    return differentiable(q, k, v, call, given) if problem.needs_grad else call.forward(q, k, v)
 
 
 def specialized(
@@ -145,7 +147,9 @@ def specialized(
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
     """The passes for queries that also see other keys (see `contract.Backend`)."""
-    return Hidden.of(problem).around(_passes(problem, None, mask_bytes(key_mask)))
+    return Hidden.of(problem).around(
+        _passes(problem, Given.of(problem, {} if key_mask is None else {"key_mask": key_mask}))
+    )
 
 
 def forget(problem: Problem) -> None:
@@ -174,16 +178,12 @@ process_state.register(process_state.READ, block_configs.cache_clear, _blocks.ca
 
 
 def _passes(
-    problem: Problem,
-    seq_lens: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    known: Any = None,
-    lengths: tuple[int, ...] = (),
+    problem: Problem, given: Given = NOTHING, known: Any = None, lengths: tuple[int, ...] = ()
 ) -> TritonPasses:
-    kind = TritonPasses if seq_lens is not None or key_parts(problem) is None else _InParts
+    kind = TritonPasses if problem.has_seq_lens or key_parts(problem) is None else _InParts
     every = covers(problem, "queries", lengths), not problem.needs_grad or covers(problem, "keys", lengths)
     blocks, lists = (lambda each: block_configs(each, problem, lengths)), (lambda *x: _lists(problem, lengths, *x))
-    return kind(problem, KERNELS, blocks, lists, seq_lens, key_mask, *every, known)
+    return kind(problem, KERNELS, blocks, lists, given, *every, known)
 
 
 class _InParts(TritonPasses):
@@ -198,7 +198,7 @@ class _InParts(TritonPasses):
         sums = torch.empty(rows, problem.head_dim, dtype=torch.float32, device=device)
         out = torch.empty(q.shape, dtype=q.dtype, device=device)
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=device)
-        tensors = q, k, v, sums, maxima, totals, self.key_mask, self.key_lens
+        tensors = q, k, v, sums, maxima, totals, self.given.key_mask, self.key_lens
         self.launch_as_known(_launch_part, parts, tensors, (q, k, v))
         self.launch_as_known(_launch_join, "join", (sums, maxima, totals, out, lse), (out,))
         return out, lse
@@ -223,11 +223,9 @@ def _launch_part(
         parts.end,
         parts.low,
         parts.high,
-        as_float32(problem.scale),
+        Terms.of(problem, call.given),
     )
-    meta = _common(problem, parts)._replace(
-        COLUMNS=parts.columns, PRECISION=precision(problem), WIDE=needs_wide_offsets(strided)
-    )
+    meta = Meta.of(problem, parts.rows, parts.columns, strided, call.given.bias)
     programs = problem.batch * problem.kv_heads * parts.parts
     return launch(few_queries.part, programs, problem.device, tensors, others, meta, _warps(parts), 2)
 
@@ -240,15 +238,10 @@ def _launch_join(
     problem, parts = call.problem, key_parts(call.problem)
     assert parts is not None
     programs, others = problem.batch * problem.q_len * problem.heads, (problem.heads, parts.parts, problem.q_len)
-    meta = _common(problem, parts)
+    meta = Meta.of(problem, parts.rows, 0, (), None)._replace(SOFTCAP=False, BIAS=False, ALIBI=False)
     found = launch(few_queries.join, programs, problem.device, tensors, others, meta, _warps(parts))
     note(name, problem, (parts.rows, getattr(call.key_lens, "dtype", None)))
     return found
-
-
-def _common(problem: Problem, parts: KeyParts) -> Meta:
-    """What both kernels of few queries are compiled for."""
-    return Meta(problem.heads // problem.kv_heads, problem.head_dim, padded(problem.head_dim), 0, parts.rows)
 
 
 def _warps(parts: KeyParts) -> int:
@@ -258,7 +251,7 @@ def _warps(parts: KeyParts) -> int:
 def _lists(problem: Problem, lengths: tuple[int, ...], each: TritonKernel, block: BlockConfig) -> Lists:
     work = (_work_of if lengths else _on_device)(problem, each.side, block, lengths)
     tables = Tables(work.tiles, work.runs, work.first_tile, work.kind_of)
-    return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tables, work.low, work.high)
+    return Lists(work.most_tiles, _in_turn(problem, each.side)[0], tables, work.bounds)
 
 
 _listed = DeviceCache(work_list_of)

@@ -35,12 +35,13 @@ from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_lists, tile_
 from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped
 from attn_dispatch.kernels.triton.passes import Lists, Tables, TritonPasses
-from attn_dispatch.kernels.triton.support import TritonKernel, fitting_blocks, kernels_of, masks_of
+from attn_dispatch.kernels.triton.support import NOTHING, Given, TritonKernel, fitting_blocks, kernels_of
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
 name = "triton_tiles"
+score_terms = ("softcap", "bias", "alibi_slopes")
 shares_builds = specialized_trains = True
 all_orders = ORDERS
 
@@ -107,7 +108,7 @@ def workspace_bytes(problem: Problem) -> int:
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
     sums += copied_bytes(problem, masked_keys=False, padding=False)
-    sums += problem.batch * problem.k_len * problem.has_key_mask  # of a mask that is copied
+    sums += support.given_bytes(problem)
     return sums + max(_list_bytes(problem, order) for order in orders(problem))
 
 
@@ -131,10 +132,10 @@ def run(
     tile = tile_size(problem, order) if tile is None else tile
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
-    refuse_tangents(name, q, k, v)
-    masks = masks_of(tensors)
-    call = Hidden.of(problem).around(_passes(problem, order, tile, *masks))
-    found = differentiable(q, k, v, call, masks) if problem.needs_grad else call.forward(q, k, v)
+    refuse_tangents(name, q, k, v, *tensors.values())
+    given = Given.of(problem, tensors)
+    call = Hidden.of(problem).around(_passes(problem, order, tile, given))
+    found = differentiable(q, k, v, call, given) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, tile)
     return found
 
@@ -143,7 +144,7 @@ def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
     tile = tile_size(problem, NATURAL)
-    calls = _passes(problem, NATURAL, tile, None, None, True, True, {})
+    calls = _passes(problem, NATURAL, tile, NOTHING, True, True, {})
     return None if heads_first else passes.specialized(name, problem, calls, _list_bytes(problem, NATURAL))
 
 

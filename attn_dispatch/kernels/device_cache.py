@@ -203,7 +203,7 @@ def kernel_class(problem: Problem) -> Hashable:
     pattern = problem.pattern.natural
     bands = pattern.bands(problem.q_len, problem.k_len, pattern.head_offsets(0, problem.heads)) or ()
     sides = tuple((band.low is None, band.high is None) for band in bands)
-    masks = problem.has_seq_lens, problem.has_key_mask
+    masks = problem.has_seq_lens, problem.has_key_mask, problem.score_terms
     results = problem.needs_grad, problem.return_lse, problem.deterministic
     numbers = problem.dtype, problem.matmul_precision, problem.head_dim, problem.heads // problem.kv_heads
     axes = len(pattern.branches), len(pattern.axes)

@@ -47,7 +47,9 @@ class RowGroups(NamedTuple):
         return torch.stack([start[group] + before * step[group], step[group], size, *runs], dim=1)
 
 
-def row_groups(bands: Sequence[Band], borders: Tensor, first_row: int = 0, first_column: int = 0) -> RowGroups:
+def row_groups(
+    bands: Sequence[Band], borders: Tensor, first_row: int = 0, first_column: int = 0, rows_are_keys: bool = False
+) -> RowGroups:
     """The row groups of sequences that begin and end at `borders`; rows and columns are the tokens from given ones on.
 
     Keys are tokens from 0 on; where queries are more, the first of them are tokens before.
@@ -59,7 +61,8 @@ def row_groups(bands: Sequence[Band], borders: Tensor, first_row: int = 0, first
     cuts = [(band.segment or OPEN, min(band.rate, band.segment or OPEN), band.offset) for band in bands]
     found = [_segment_starts(borders, w) for w in {w for w, _, _ in cuts}]
     begin = borders[:1].clamp(min=first_row)
-    starts = torch.unique(torch.cat([begin, *found]))
+    stops = [band.stop for band in bands if rows_are_keys and band.stop is not None and band.stop < borders[-1]]
+    starts = torch.unique(torch.cat([begin, torch.tensor(stops, dtype=torch.int64), *found]))
     starts = starts[starts >= begin]
     ends = torch.cat([starts[1:], borders[-1:]])
     # Rows from `start` in steps of `step`, below `end`; `origin` is where their interval starts.
@@ -73,8 +76,11 @@ def row_groups(bands: Sequence[Band], borders: Tensor, first_row: int = 0, first
     runs = []
     for number, (band, (w, r, offset)) in enumerate(zip(bands, cuts)):
         segment, stop = _segment(origin, borders, w)
-        stop = stop if band.stop is None else stop.minimum(segment.clamp(min=0) + band.stop)
         selected = (start - segment) % r == offset
+        if band.stop is not None and rows_are_keys:
+            selected &= start < band.stop
+        elif band.stop is not None:
+            stop = stop.minimum(segment.clamp(min=0) + band.stop)
         first = segment + offset
         first = first + -(-(first_column - first).clamp(min=0) // r) * r
         count = torch.where(selected, -(-(stop - first) // r), 0).clamp(min=0)
@@ -89,7 +95,7 @@ def row_groups(bands: Sequence[Band], borders: Tensor, first_row: int = 0, first
 def most_row_groups(bands: Sequence[Band], rows: int) -> int:
     """Upper bound of the row groups of one sequence, without building them."""
     cuts = {(band.segment, min(band.rate, band.segment)) for band in bands if band.segment is not None}
-    intervals = 1 + sum(-(-rows // w) + 1 for w in {w for w, _ in cuts})
+    intervals = 1 + sum(-(-rows // w) + 1 for w in {w for w, _ in cuts}) + sum(band.stop is not None for band in bands)
     return min(rows, intervals * math.lcm(*(r for _, r in cuts)))
 
 

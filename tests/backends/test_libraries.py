@@ -20,15 +20,17 @@ import torch
 from attn_dispatch import attend
 from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
 from attn_dispatch.calls import packing
+from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.branches import flash4 as flash4_package
+from attn_dispatch.kernels.branches import hub
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.backend import Branched, Variant
 from attn_dispatch.kernels.dense import CpuFlash, DenseCall
 from attn_dispatch.kernels.limits import ANY
 from attn_dispatch.machine import environment
-from attn_dispatch.settings import cache_folder
+from attn_dispatch.settings import FLASH_KERNEL, cache_folder
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import CASES, Case
@@ -201,6 +203,25 @@ def test_other_libraries_refuse_tangents(adapter: str, needs_grad: bool, calls: 
 @pytest.mark.parametrize("imported", ["flash_attn_cuda", "flash_attn_gpu"])
 def test_the_extension_of_flash_2(imported: str, monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.flash_attn_2(monkeypatch, [], imported)
+    agrees("flash2", FEW[1], torch.float16, True)
+
+
+def test_a_build_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries.flash_attn_2(monkeypatch, [])
+    kernels = sys.modules["flash_attn.flash_attn_interface"].flash_attn_gpu
+    libraries.modules(
+        monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={}, operators_of_the_hub={"ops": kernels}
+    )
+    folder = tmp_path / "models--kernels-community--flash-attn2/snapshots/0123456789abcdef/build/torch211"
+    monkeypatch.setenv(FLASH_KERNEL, str(folder))
+    with pytest.raises(InvalidInput, match=f"{FLASH_KERNEL} must be a folder with _ops.py, .*, got '{folder}'"):
+        hub.build("flash_attn2")
+    folder.mkdir(parents=True)
+    (folder / "_ops.py").write_text("from operators_of_the_hub import ops")
+    build = hub.build("flash_attn2")
+    assert build is not None
+    assert (hub.build("flash_attn3"), build.refusals(), build.version()) == (None, [], "of the Hub @ 0123456789ab")
+    monkeypatch.setattr(flash, "PACKAGE2", build)
     agrees("flash2", FEW[1], torch.float16, True)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_dispatch import Dense, Dilated, Window, attend, counters, explain, record
 from attn_dispatch.backends import manual, native, triton
 from attn_dispatch.errors import BackendFailed
+from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.native import tables
 from attn_dispatch.kernels.native.tables import document_tables
 from attn_dispatch.kernels.triton import support
@@ -44,7 +45,8 @@ AT_ONCE = {"native": native, "triton": triton}
 
 def refuses(backend: str, pattern: Pattern) -> bool:
     q, k, v = FLOATS
-    return bool(AT_ONCE[backend].refusals(Problem.of(q, k, v, pattern)))
+    problem, module = Problem.of(q, k, v, pattern), adapted(AT_ONCE[backend])
+    return bool(module.refusals(problem)) or not module.takes_documents(problem)
 
 
 @crossed(

@@ -17,6 +17,7 @@ from attn_dispatch.kernels.flex import attention
 from attn_dispatch.kernels.formula import LARGEST_BIAS
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import Plugin, close, status
+from tests.support.fixtures import INTERPRETED
 from tests.support.pairwise import crossed, thinned
 from tests.support.score_terms import (
     BATCH,
@@ -32,9 +33,9 @@ from tests.support.score_terms import (
     terms,
 )
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("short_trials", "triton_interpreter")
 
-BACKENDS = ("manual", "sdpa_mask", "native", "flex")
+BACKENDS = ("manual", "sdpa_mask", "native", "flex", *["triton"] * INTERPRETED)
 
 
 # --- every backend ----------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def test_who_computes_what() -> None:
     assert {name: terms for name, terms in found.items() if terms} == {
         "manual": every,
         "native": every,
-        "flex": ("softcap", "bias", "alibi_slopes"),
+        **dict.fromkeys(("flex", "triton", "triton_tiles"), ("softcap", "bias", "alibi_slopes")),
         "sdpa_mask": ("bias", "alibi_slopes"),
         "flash": ("softcap",),
     }
@@ -109,7 +110,7 @@ def test_second_derivatives(name: str) -> None:
 
 
 def test_a_bias_changed_in_place_before_the_backward_pass() -> None:
-    for backend in ("manual", "native"):
+    for backend in ("manual", "native", *["triton"] * INTERPRETED):
         q, k, v = tensors(torch.float32)
         bias = torch.zeros(1, 1, LENGTH, LENGTH)
         out = attend(q, k, v, bias=bias, backend=backend)

@@ -81,7 +81,7 @@ def test_tangents_are_refused(backend: str, which: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["native", "flex"])
+@pytest.mark.parametrize("backend", ["native", "flex", *["triton"] * INTERPRETED])
 @pytest.mark.parametrize("term", ["bias", "alibi_slopes"])
 def test_tangents_of_score_terms_are_refused(backend: str, term: str) -> None:
     x, given = torch.randn(1, 16, 2, 16), torch.rand((2,) if term == "alibi_slopes" else (1, 2, 16, 16))

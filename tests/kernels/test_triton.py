@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from attn_dispatch.backends import triton, triton_tiles
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import adapted
-from attn_dispatch.kernels.triton import passes, support
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import BlockConfig
 from attn_dispatch.kernels.triton.work_list import (
     Side,
@@ -45,6 +45,8 @@ TRITON = registry.load("triton")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
 LONGNET = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), is_causal=True)
 SIDES: tuple[Side, ...] = ("queries", "keys")
+TERMS: dict[str, Any] = {"none": {}, "softcap": {"softcap": 2.0}, "bias": {"bias": (1, 1)}, "slopes": {"alibi_axes": 1}}
+TERMS["all"] = {"softcap": 300.0, "bias": (1, 1), "alibi_axes": 2}
 
 
 def problem_of(
@@ -57,7 +59,7 @@ def problem_of(
 
 
 def supported(pattern: Pattern) -> bool:
-    return not isinstance(pattern, Neighborhood) and not getattr(pattern, "sinks", 0)
+    return not isinstance(pattern, Neighborhood)
 
 
 @st.composite
@@ -70,8 +72,8 @@ def problems(draw: st.DrawFn) -> Problem:
     return case.problem(torch.float32, needs_grad=True)
 
 
-def tile_runs(work: WorkList, problem: Problem, side: Side) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The query head, a tile's rows, and the columns of one of its runs."""
+def tile_runs(work: WorkList, problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, int]]:
+    """The query head, a tile's rows, the columns of one of its runs, and 1 for one of sinks."""
     heads = len(work.kind_of)
     for head, kind in enumerate(work.kind_of.tolist()):
         for start, step, count, first_run, end_run in work.tiles[
@@ -79,19 +81,21 @@ def tile_runs(work: WorkList, problem: Problem, side: Side) -> Iterator[tuple[in
         ].tolist():
             rows = torch.arange(count) * step + start
             for run_start, run_step, run_count, member in work.runs[first_run:end_run].tolist():
-                yield head * problem.heads // heads + member, rows, torch.arange(run_count) * run_step + run_start
+                columns = torch.arange(run_count) * run_step + run_start
+                yield head * problem.heads // heads + member // 2, rows, columns, member % 2
 
 
 def listed_multiplicity(work: WorkList, problem: Problem, side: Side) -> Tensor:
     """How many times the work list pairs each query of each head with each key."""
     found = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int32)
-    for head, rows, columns in tile_runs(work, problem, side):
+    for head, rows, columns, sinks in tile_runs(work, problem):
+        low, high = work.bounds[sinks]
         distance = columns - rows[:, None]
         visible = torch.ones_like(distance, dtype=torch.bool)
-        if work.low is not None:
-            visible &= distance >= work.low
-        if work.high is not None:
-            visible &= distance <= work.high
+        if low is not None:
+            visible &= distance >= low
+        if high is not None:
+            visible &= distance <= high
         if side == "queries":
             found[head, rows[:, None], columns] += visible
         else:
@@ -246,10 +250,6 @@ def test_newer_gpus_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
             {"pattern": Neighborhood((64, 64), (3, 3))},
             "computes Dense, Window, Dilated, not Neighborhood(grid=(64, 64)",
         ),
-        (
-            {"pattern": Window(64, 0, 4)},
-            "computes one run of keys for each query, without the sinks of Window(left=64, right=0, sinks=4)",
-        ),
         ({"pattern": Dense(), "q_len": 2**30}, "counts up to 536870912 queries and keys, not 1073745920"),
         (
             {"pattern": Dilated((1, 2), (1, 1)), "q_len": 2**28, "k_len": 2**28},
@@ -269,17 +269,15 @@ def test_without_the_package_or_with_an_old_one(monkeypatch: pytest.MonkeyPatch)
         raise metadata.PackageNotFoundError(name)
 
     fake_gpu(monkeypatch, (9, 0))
+    for version, refused in (("3.3.1", True), ("3.4.0", False), ("3.10.0", False)):
+        monkeypatch.setattr(support, "installed", lambda name, version=version: version)
+        assert texts(CUDA) == ["package triton is 3.3.1, needs 3.4 or newer, which torch 2.8 and newer bring"] * refused
     monkeypatch.setattr(support, "find_spec", lambda name: None)
     monkeypatch.setattr("importlib.metadata.version", missing)
     assert [(refusal.code, refusal.text) for refusal in triton.refusals(CUDA)] == [
         ("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')")
     ]
     assert registry.version_of(TRITON) is None
-    monkeypatch.undo()
-    fake_gpu(monkeypatch, (9, 0))
-    for version, refused in (("3.3.1", True), ("3.4.0", False), ("3.10.0", False)):  # whose kernels unpack no tuples
-        monkeypatch.setattr(support, "installed", lambda name, version=version: version)
-        assert texts(CUDA) == ["package triton is 3.3.1, needs 3.4 or newer, which torch 2.8 and newer bring"] * refused
 
 
 @pytest.mark.usefixtures("triton_interpreter")
@@ -301,25 +299,24 @@ def test_results_are_deterministic() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+SEVERAL = (
+    Case("window", Window(20, 9), (1, 70, 2, 16), kv_heads=1, key_mask=True),
+    Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
+    Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70),
+    Case("sinks", Window(9, 3, 20), (1, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
+    Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20),
+    Case("longnet", Dilated((32, 64), (1, 2), True), (1, 50, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
+    Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)),
+)
+
+
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@thinned(
-    "case",
-    [
-        Case("window", Window(20, 9), (1, 70, 2, 16), kv_heads=1, key_mask=True),
-        Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
-        Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70),
-        Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20),
-        Case("longnet", Dilated((32, 64), (1, 2), True), (1, 50, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
-        Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)),
-    ],
-    6,
-    ids=lambda case: case.id,
-)
-def test_tiles_of_several_blocks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@thinned(("case", "terms"), product(SEVERAL, TERMS), 7, ids=lambda x: getattr(x, "id", x))
+def test_tiles_of_several_blocks(case: Case, terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "INTERPRETED", BlockConfig(32, 16, 4, 1))
     triton.block_configs.cache_clear()
-    gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
+    gate = Oracle.of(make(replace(case.problem(torch.float32, needs_grad=True), **TERMS[terms])))
     assert gate.check(gate.run(TRITON)).failures == ()
 
 
@@ -340,6 +337,6 @@ def test_wide_offsets_change_nothing(backend: Any, monkeypatch: pytest.MonkeyPat
     gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
     narrow = gate.run(adapted(backend))
     assert gate.check(narrow).failures == ()
-    monkeypatch.setattr(passes, "needs_wide_offsets", lambda tensors: True)
+    monkeypatch.setattr(support, "needs_wide_offsets", lambda tensors: True)
     wide = gate.run(adapted(backend))
     assert all(torch.equal(wide[name], narrow[name]) for name in narrow)

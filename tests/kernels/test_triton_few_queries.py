@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import triton
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import adapted
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.work_list import key_parts
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.kernels.test_triton import interpreted
+from tests.kernels.test_triton import TERMS, interpreted
 from tests.support.compiling import compiled, run_alone
 from tests.support.pairwise import thinned
 
@@ -41,9 +44,9 @@ FEW = (
 
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
-@thinned(("case", "dtype"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16))), 4)
-def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = case.problem(dtype, needs_grad=True)
+@thinned(("case", "dtype", "terms"), zip(FEW, cycle((torch.float32, torch.float16, torch.float16)), cycle(TERMS)), 4)
+def test_few_queries_in_parts(case: Case, dtype: torch.dtype, terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(case.problem(dtype, needs_grad=True), **TERMS[terms])
     parts = key_parts(problem)
     assert parts is not None
     assert parts.rows >= problem.heads // problem.kv_heads * problem.q_len
@@ -52,10 +55,26 @@ def test_keys_of_few_queries_in_parts(case: Case, dtype: torch.dtype, monkeypatc
     found = gate.run(registry.load("triton"))
     assert gate.check(found).failures == ()
     rows = optional.problem_of_key_lens(registry.load("triton"), problem)
-    assert rows is not None
-    assert optional.key_lens_failures(registry.load("triton"), rows) == []
-    monkeypatch.setattr(triton, "needs_wide_offsets", lambda tensors: True)
+    assert (rows is None) == bool(problem.bias or problem.alibi_axes)
+    assert rows is None or optional.key_lens_failures(registry.load("triton"), rows) == []
+    monkeypatch.setattr(support, "needs_wide_offsets", lambda tensors: True)
     assert torch.equal(gate.run(registry.load("triton"))["out"], found["out"])
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+def test_slopes_count_from_the_end_of_a_row() -> None:
+    problem = replace(
+        Case("", Dense(True), (2, 2, 4, 16), k_len=70).problem(torch.float16, needs_grad=False), alibi_axes=1
+    )
+    whole, lens = make(problem), torch.full((2,), 50)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Problem, **given: torch.Tensor) -> Any:
+        return registry.load("triton").run(q, whole.k, whole.v, problem, key_lens=lens, **given)
+
+    part = replace(whole, problem=replace(problem, k_len=50), k=whole.k[:, :50], v=whole.v[:, :50])
+    oracle = Oracle.of(part)
+    assert oracle.check(oracle.run(adapted(SimpleNamespace(run=run)))).failures == ()
 
 
 def test_which_keys_are_read_in_parts() -> None:
@@ -103,13 +122,14 @@ def test_programs_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COMPILE_FEW_QUERIES = """
+from dataclasses import replace
 from itertools import cycle
 
 import torch
 
 from attn_dispatch.kernels.triton import few_queries
 from attn_dispatch.kernels.triton.support import Meta
-from tests.support.compiling import BYTES, LENGTHS, SUMS, compile_alone
+from tests.support.compiling import BYTES, LENGTHS, SUMS, TERMS, compile_alone
 
 SIZES = {(torch.bfloat16, 64): 128, (torch.bfloat16, 128): 64, (torch.bfloat16, 256): 32}
 SIZES |= {(torch.float32, 128): 32, (torch.float32, 256): 16}
@@ -120,7 +140,7 @@ for (capability, wide, rows), ((dtype, width), columns) in zip(cycle(DEVICES), S
     meta = Meta(2, width, width, 0, rows, columns, PRECISION=precision, WIDE=wide)
     x, strides, warps = torch.empty(1, dtype=dtype), (64, 32, 16, 1), 8 if rows > 32 else 4
     lens = None if wide else LENGTHS
-    part = (x, x, x, SUMS, SUMS, SUMS, BYTES, lens), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, 0.5), meta, warps, 2
+    part = (x, x, x, SUMS, SUMS, SUMS, BYTES, lens), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, TERMS), meta, warps, 2
     join = (SUMS, SUMS, SUMS, x, SUMS), (2, 3, 7), meta, warps
     for kernel, given in ((few_queries.part, part), (few_queries.join, join)):
         made = compile_alone(kernel, capability, *given)

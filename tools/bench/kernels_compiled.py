@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 
 from attn_dispatch.backends import triton as backend
-from attn_dispatch.kernels.triton import passes, support
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import BlockConfig, precision
 from attn_dispatch.kernels.triton.support import TritonKernel, shared_bytes
 from attn_dispatch.spec.pattern import Dense
@@ -121,7 +121,7 @@ def compiled(each: TritonKernel, problem: Problem, block: BlockConfig) -> Compil
     with (
         patch.multiple(backend, **stand_ins),
         patch.multiple(backend, block_configs=lambda *_: (block,)),
-        patch.multiple(passes, precision=lambda _: used),
+        patch.multiple(support, precision=lambda _: used),
     ):
         call = backend.partial(problem)
         out, lse = call.forward(q, k, v)

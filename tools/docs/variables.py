@@ -12,6 +12,7 @@ OTHERS = {
     "ATTN_DISPATCH_MODE": (settings.MODES[0], ", ".join(settings.MODES)),
     "ATTN_DISPATCH_CACHE_DIR": ("`attn-dispatch` in the user's cache folder, as `~/.cache/attn-dispatch`", "a folder"),
     "ATTN_DISPATCH_RECORD": ("-", "a file"),
+    settings.FLASH_KERNEL: ("-", "a folder"),
     "CXX": ("g++", "a command"),
     "CUDA_HOME": ("-", "a folder"),
     "TRITON_INTERPRET": ("-", "1"),
@@ -36,6 +37,8 @@ MEANING = {
     "ATTN_DISPATCH_CACHE_MB": "megabytes of decisions; past it, those unused for longest are removed",
     "ATTN_DISPATCH_RECORD": "where the process writes the problems of all its calls, as `record` does; read once, when "
     "`attend` is imported",
+    settings.FLASH_KERNEL: "a build of flash-attn2 or flash-attn3 from the Hugging Face Hub, on disk: the folder with "
+    "`_ops.py`; `flash` runs it in the place of an installed one of its generation; read once",
     "CXX": "the C++ compiler of `native`, and of `flex` on a CPU",
     "CUDA_HOME": "read by CUDA packages; after a change versions are compared again",
     "TRITON_INTERPRET": "Triton's interpreter: the `triton` backends then take CPU tensors",

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from attn_dispatch.kernels.triton.lists import block_of, mask_of
-from attn_dispatch.kernels.triton.parts import LN_2, fold_scale, forward_step, head_of, load_rows, store_rows, zeros
+from attn_dispatch.kernels.triton.parts import fold_scale, forward_step, head_of, load_rows, store_rows, zeros
+from attn_dispatch.kernels.triton.terms import LN_2, head_terms
 
 SPLITS = tl.constexpr(16)  #: that are joined at a time
 #: Arguments whose values do not change the machine code.
@@ -22,7 +23,7 @@ VARIABLE = ("kv_heads", "splits", "share", "q_len", "k_len", "first", "end", "lo
 
 
 @triton.jit(do_not_specialize=VARIABLE)
-def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first, end, low, high, scale, meta):
+def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first, end, low, high, terms, meta):
     """Sums [batch, kv_heads, splits, ROWS, HEAD_DIM], maxima and totals [..., ROWS] of keys `first` to `end`.
 
     Rows are a key head's queries by its heads, those of one query side by side. A split has `share` keys. With
@@ -36,9 +37,10 @@ def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first
     row = tl.arange(0, meta.ROWS)
     lane = tl.minimum(row, meta.GROUP * q_len - 1)  # the rest repeat the last one
     rows = lane // meta.GROUP
-    q_heads = head_of(q, q_by, batch, (kv_head * meta.GROUP + lane % meta.GROUP)[:, None])
-    query = load_rows(q_heads, rows, tl.full([1, 1], True, tl.int1), q_by, meta)
-    query, slope = fold_scale(query, scale)
+    heads = (kv_head * meta.GROUP + lane % meta.GROUP)[:, None]
+    of_head = head_terms(terms, batch, heads, kv_heads * meta.GROUP, meta)
+    query = load_rows(head_of(q, q_by, batch, heads), rows, tl.full([1, 1], True, tl.int1), q_by, meta)
+    query, slope = fold_scale(query, terms.scale)
     k_head = head_of(k, k_by, batch, kv_head)
     v_head = head_of(v, v_by, batch, kv_head)
     mask = mask_of(key_mask, batch, k_len)
@@ -49,6 +51,7 @@ def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first
         missing = k_len - tl.minimum(tl.maximum(tl.load(key_lens + batch), 0), k_len).to(tl.int32)
         first = tl.maximum(first - missing, 0)
         end -= missing
+        k_len -= missing
         share = tl.cdiv(tl.cdiv(end - first, splits), meta.COLUMNS) * meta.COLUMNS
         if low is not None:
             low -= missing
@@ -56,10 +59,12 @@ def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first
             high -= missing
     start = first + split * share
     stop = tl.minimum(start + share, end)
-    run = 0, 1, stop
+    run, sizes = (0, 1, stop), (low, high, q_len, k_len)
     for n in range(start, stop, meta.COLUMNS):
-        block = block_of(None, run, n, 0, rows, 0, (low, high), None, mask, (q_len, k_len), 0, False, meta)
-        row_max, total, acc = forward_step(query, k_head, k_by, v_head, v_by, block, slope, row_max, total, acc, meta)
+        block = block_of(None, run, n, 0, rows, 0, sizes, None, mask, of_head, 0, False, meta)
+        row_max, total, acc = forward_step(
+            query, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, acc, meta
+        )
     at = program.to(tl.int64) * meta.ROWS + row
     tl.store(maxima + at, row_max)
     tl.store(totals + at, total)

@@ -20,20 +20,22 @@ from attn_dispatch.kernels.triton.lists import (
     phases_of,
     program_place,
     rows_of,
+    sizes_of,
     span_of,
 )
-from attn_dispatch.kernels.triton.parts import LN_2, fold_scale, forward_step, head_of, load_rows, store_rows, zeros
+from attn_dispatch.kernels.triton.parts import fold_scale, forward_step, head_of, load_rows, store_rows, zeros
+from attn_dispatch.kernels.triton.terms import LN_2, head_terms
 
 
 @triton.jit(do_not_specialize=VARIABLE)
-def forward(tensors, lists, q_by, k_by, v_by, heads, programs, together, q_len, k_len, low, high, scale, meta):
+def forward(tensors, lists, q_by, k_by, v_by, heads, programs, together, q_len, k_len, low, high, terms, meta):
     """out [batch, q_len, heads, head_dim] and lse [batch, heads, q_len]; 0 and -inf where no keys are.
 
     Rows are queries, columns keys.
     """
     q, k, v, out, lse, seq_lens, key_mask = tensors
     batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together)
-    bounds, lengths = (low, high), (q_len, k_len)
+    sizes = low, high, q_len, k_len
     if tile >= end_tile:
         return
     first, last, rows, stored, first_run, end_run = rows_of(lists, tile, q_len, 1, meta)
@@ -43,18 +45,22 @@ def forward(tensors, lists, q_by, k_by, v_by, heads, programs, together, q_len, 
     k_head = head_of(k, k_by, batch, head // meta.GROUP)
     v_head = head_of(v, v_by, batch, head // meta.GROUP)
     query = load_rows(q_head, rows, tl.full([1, 1], True, tl.int1), q_by, meta)
-    query, slope = fold_scale(query, scale)
+    query, slope = fold_scale(query, terms.scale)
+    of_head = head_terms(terms, batch, head, heads, meta)
     row_max = tl.full([meta.ROWS], float("-inf"), tl.float32)
     total = tl.full([meta.ROWS], 0.0, tl.float32)
     acc = zeros(meta)
     for number in range(first_run, end_run):
-        run, phases = phases_of(lists, number, kind, first, last, q_len, length, bounds, meta)
+        own = sizes
+        if meta.SINKS:
+            own = sizes_of(lists, number, sizes, False)
+        run, phases = phases_of(lists, number, kind, first, last, q_len, length, own, meta)
         for phase in tl.static_range(1 if low is None and meta.TILE == 0 else 0, 2 if meta.TILE else 3):
             n_from, n_to = span_of(phases, phase)
             for n in range(n_from, n_to, 1 if meta.TILE else meta.COLUMNS):
-                block = block_of(lists, run, n, first, rows, kind, bounds, length, mask, lengths, phase, False, meta)
+                block = block_of(lists, run, n, first, rows, kind, own, length, mask, of_head, phase, False, meta)
                 row_max, total, acc = forward_step(
-                    query, k_head, k_by, v_head, v_by, block, slope, row_max, total, acc, meta
+                    query, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, acc, meta
                 )
     has_keys = total > 0
     if length is not None:

@@ -1,23 +1,27 @@
 """The rows and columns of a program of `forward` and `backward`, by lists of either kind. Imports triton.
 
 *Runs* (TILE is 0; see `work_list.WorkList`): `tiles` and `runs`. A row sees columns from `row + low` to `row + high`;
-None: no bound. A run's columns have three phases: first columns that some rows do not see, columns that all rows see,
-and last columns that some rows do not see. A tile's unused lanes repeat its last row: only stores need a mask for them.
+None: no bound. Runs of sinks, where there are SINKS, hold those beyond. A run's columns have three phases: first
+columns that some rows do not see, columns that all rows see, and last columns that some rows do not see. A tile's
+unused lanes repeat its last row: only stores need a mask for them.
 
 *Pairs* of tiles of TILE places (see `tiles.tables.TileLists`): spans as `tiles`, pairs as `runs`, and the positions of
 places, of which a program has ROWS. A tile's first pairs, phase 0, are weighted by multiplicity; in the others every
 query sees every key once. A short last tile repeats its last position. Results of repeated queries are not stored;
 repeated keys have multiplicity 0, and every pair with one is among the first pairs.
 
-`lists` and `meta` are those of `support`, `bounds` low and high, `lengths` q_len and k_len.
+`lists` are `passes.Tables`, `meta` is `support.Meta`, `sizes` are low, high, q_len and k_len.
 """
 
 # Triton reads the annotations itself: no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false
 
 import triton
 import triton.language as tl
+
+from attn_dispatch.kernels.triton.terms import added_to
 
 #: Arguments of all kernels whose values do not change the machine code.
 VARIABLE = ("heads", "programs", "together", "q_len", "k_len", "low", "high")
@@ -93,14 +97,26 @@ def mask_of(key_mask, batch, k_len):
 
 
 @triton.jit
-def phases_of(lists, run, kind, first, last, row_len, length, bounds, meta):
+def sizes_of(lists, run, sizes, KEYS: tl.constexpr):
+    """Where there are sinks, the sizes with the bounds of a run, which may be one of sinks. KEYS: rows are keys."""
+    low, high, q_len, k_len = sizes
+    sinks = tl.load(lists.runs + run * RUN + 3) % 2 == 1
+    if KEYS:
+        bounds = tl.where(sinks, high + 1, low), tl.where(sinks, q_len + k_len, high)
+    else:
+        bounds = tl.where(sinks, -q_len - k_len, low), tl.where(sinks, low - 1, high)
+    return bounds[0], bounds[1], q_len, k_len
+
+
+@triton.jit
+def phases_of(lists, run, kind, first, last, row_len, length, sizes, meta):
     """A run's start, step and end, and the first of each phase and the end.
 
     All but start and step are numbers of its columns, or of blocks of pairs.
 
     Rows are positions `first` to `last`; columns at and past a `length` are left out.
     """
-    low, high = bounds
+    low, high, _, _ = sizes
     if meta.TILE:
         tiles = (row_len + meta.TILE - 1) // meta.TILE
         span = lists.tiles + (kind.to(tl.int64) * tiles + first // meta.TILE) * SPAN
@@ -138,7 +154,7 @@ def member_of(lists, run, kind, first_head, meta):
         head = first_head + run
         kind = tl.load(lists.kind_of + head)
     else:
-        head = first_head + tl.load(lists.runs + run * RUN + 3)
+        head = first_head + tl.load(lists.runs + run * RUN + 3) // 2
     return head, kind
 
 
@@ -153,14 +169,15 @@ def span_of(phases, PHASE: tl.constexpr):
 
 @triton.jit
 def block_of(
-    lists, run, n, first, rows, kind, bounds, length, mask, lengths, PHASE: tl.constexpr, KEYS: tl.constexpr, meta
+    lists, run, n, first, rows, kind, sizes, length, mask, of_head, PHASE: tl.constexpr, KEYS: tl.constexpr, meta
 ):
-    """A block's columns, which of them count [COLUMNS], and which each row sees and how often [ROWS or 1, COLUMNS].
+    """A block's columns, which of them count [COLUMNS], which each row sees, how often, and what is added to scores
+    [ROWS or 1, COLUMNS]; the last by `terms.added_to`, of no use without a bias and slopes.
 
     KEYS: rows are keys, the mask is None, and rows may see columns that do not count. In a run's outer phases
     columns past the end repeat the last one.
     """
-    low, high = bounds
+    low, high, q_len, k_len = sizes
     lane = tl.arange(0, meta.COLUMNS)
     there = tl.full([meta.COLUMNS], True, tl.int1)
     visible = tl.full([1, meta.COLUMNS], True, tl.int1)
@@ -171,7 +188,7 @@ def block_of(
         lane += (n - listed * (meta.TILE // meta.COLUMNS)) * meta.COLUMNS
         columns = tl.load(lists.column_pos + tile * meta.TILE + lane)
         if KEYS:
-            there = tile * meta.TILE + lane < lengths[0]
+            there = tile * meta.TILE + lane < q_len
         if length is not None:
             there = there & (columns < length)
     else:
@@ -195,14 +212,21 @@ def block_of(
         if KEYS:
             q_tile, q_lane, k_tile, k_lane = k_tile, k_lane, q_tile, q_lane
         number = tl.load(lists.runs + listed * PAIR + 1)
-        times = multiplicity(lists, number, kind, q_tile, q_lane, k_tile, k_lane, lengths, meta)
+        times = multiplicity(lists, number, kind, q_tile, q_lane, k_tile, k_lane, q_len, k_len, meta)
         times = tl.where(visible, times, 0.0)
         visible = times > 0
-    return columns, there, visible, times
+    added = times
+    if meta.BIAS or meta.ALIBI:
+        visible, added = added_to(rows, columns, visible, k_len - q_len, of_head, KEYS, meta)
+    if meta.BIAS and not KEYS:  # what a bias hides from all queries may be NaN
+        if length is not None:
+            visible = visible & (rows < length)[:, None]
+        there = there & (tl.max(visible.to(tl.int32), 0) > 0)
+    return columns, there, visible, times, added
 
 
 @triton.jit
-def multiplicity(lists, mask, kind, q_tile, q_lane, k_tile, k_lane, lengths, meta):
+def multiplicity(lists, mask, kind, q_tile, q_lane, k_tile, k_lane, q_len, k_len, meta):
     """How many times each query sees each key, float32: from `masks`, or if BRANCHES > 0 computed from `reach`.
 
     The lanes of queries and keys in their tiles are [rows, 1] and [1, columns], or vice versa.
@@ -211,8 +235,8 @@ def multiplicity(lists, mask, kind, q_tile, q_lane, k_tile, k_lane, lengths, met
         found = tl.load(lists.masks + mask.to(tl.int64) * (meta.TILE * meta.TILE) + q_lane * meta.TILE + k_lane)
     else:
         found = (q_lane + k_lane) * 0
-        queries = (lengths[0] + meta.TILE - 1) // meta.TILE * meta.TILE
-        places = 2 * queries + (lengths[1] + meta.TILE - 1) // meta.TILE * meta.TILE
+        queries = (q_len + meta.TILE - 1) // meta.TILE * meta.TILE
+        places = 2 * queries + (k_len + meta.TILE - 1) // meta.TILE * meta.TILE
         for branch in tl.static_range(meta.BRANCHES):
             sees = found >= 0
             for axis in tl.static_range(meta.AXES):

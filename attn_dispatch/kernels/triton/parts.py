@@ -10,13 +10,12 @@ Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2.
 
 # Triton reads the annotations itself: no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from attn_dispatch.kernels.triton.terms import LOG2_E, after_terms
 
 
 @triton.jit
@@ -119,14 +118,15 @@ def signed(x, scale):
 
 
 @triton.jit
-def forward_step(query, k_head, k_by, v_head, v_by, block, slope, row_max, total, sums, meta):
+def forward_step(query, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, sums, meta):
     """The online softmax after a block of keys (see `lists.block_of`).
 
     Returns each row's maximum, scaled by the slope, and its sums.
     """
-    columns, there, visible, times = block
+    columns, there, visible, times, added = block
     key = load_rows(k_head, columns, tl.full([1, 1], True, tl.int1), k_by, meta)
-    s = tl.where(visible, scores(query, key, meta), float("-inf"))
+    s, slope, _ = after_terms(scores(query, key, meta), slope, added, of_head, meta)
+    s = tl.where(visible, s, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(s, 1) * slope)
     # For rows without a key so far -inf - -inf would be NaN.
     safe = tl.where(new_max == float("-inf"), 0.0, new_max)

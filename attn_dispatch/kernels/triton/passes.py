@@ -14,17 +14,19 @@ from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.kernels.hidden import may_hide
-from attn_dispatch.kernels.triton.blocks import BlockConfig, parts_of, precision
+from attn_dispatch.kernels.triton.blocks import BlockConfig, parts_of
 from attn_dispatch.kernels.triton.support import (
+    NOTHING,
+    Given,
     Launch,
     Meta,
+    Terms,
     TritonKernel,
-    as_float32,
     grad_or_zeros,
     in_fitting_block,
     launch,
-    needs_wide_offsets,
 )
+from attn_dispatch.kernels.triton.work_list import Bounds
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tracing import forward_ad
 
@@ -51,15 +53,14 @@ class Lists(NamedTuple):
     Args:
         programs: of each head of a batch row.
         together: heads that take turns, at most.
-        low, high: bounds of a row's columns.
+        bounds: of a row's columns, and of runs of sinks.
         tile: places of a tile; 0: the lists are runs.
     """
 
     programs: int
     together: int
     tables: Tables
-    low: int | None = None
-    high: int | None = None
+    bounds: tuple[Bounds, ...] = ((None, None),)
     tile: int = 0
 
 
@@ -70,18 +71,16 @@ class TritonPasses:
     Args:
         kernels: of the forward pass, of dq, and of dk and dv.
         blocks: of a kernel, in order of preference. lists: of a kernel in a block.
-        key_mask: uint8, 0 for hidden keys.
         every_query, every_key: whether each is in a tile; other rows have no keys, or no queries.
+        known: where all calls have q, k and v of the same shapes and strides, and no more: what their launches need.
         key_lens: of few queries, the keys of each row, int32 or int64 without gaps; see `contract.Backend`.
-        known: where all calls have q, k and v of the same shapes and strides, and no masks: what their launches need.
     """
 
     problem: Problem
     kernels: tuple[TritonKernel, TritonKernel, TritonKernel]
     blocks: Callable[[TritonKernel], Sequence[BlockConfig]]
     lists: Callable[[TritonKernel, BlockConfig], Lists]
-    seq_lens: Tensor | None = None
-    key_mask: Tensor | None = None
+    given: Given = NOTHING
     every_query: bool = True
     every_key: bool = True
     known: dict[Hashable, Callable[..., object]] | None = None
@@ -94,7 +93,7 @@ class TritonPasses:
         lse = torch.empty(problem.batch, problem.heads, problem.q_len, dtype=torch.float32, device=q.device)
         if not self.every_query:
             lse.fill_(-math.inf)
-        tensors = (q, k, v, out, lse, self.seq_lens, self.key_mask)
+        tensors = (q, k, v, out, lse, *self.given[:2])
         self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[0], tensors, (q, k, v))
         return out, lse
 
@@ -108,9 +107,9 @@ class TritonPasses:
         new = torch.empty if self.every_key else torch.zeros
         dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         scaled_lse, delta, strided = torch.empty_like(lse), torch.empty_like(lse), (q, k, v, grad)
-        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq, self.seq_lens, self.key_mask)
+        tensors = (q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq, *self.given[:2])
         self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[1], tensors, strided)
-        of_keys = (q, k, v, grad, scaled_lse, delta, dk, dv, self.seq_lens, self.key_mask)
+        of_keys = (q, k, v, grad, scaled_lse, delta, dk, dv, *self.given[:2])
         self.launch_as_known(TritonPasses.launch_on_lists, self.kernels[2], of_keys, strided)
         return dq, dk, dv
 
@@ -158,23 +157,12 @@ class TritonPasses:
                 min(lists.together, problem.batch * heads),
                 problem.q_len,
                 problem.k_len,
-                lists.low,
-                lists.high,
-                as_float32(problem.scale),
+                *lists.bounds[0],
+                Terms.of(problem, self.given),
             )
-            meta = Meta(
-                GROUP=problem.heads // problem.kv_heads,
-                HEAD_DIM=problem.head_dim,
-                BLOCK_D=block_d,
-                REST_D=rest_d,
-                ROWS=block.rows,
-                COLUMNS=block.columns,
-                TILE=lists.tile,
-                BRANCHES=branches,
-                AXES=axes,
-                PRECISION=precision(problem),
-                WIDE=needs_wide_offsets(strided),
-            )
+            meta = Meta.of(problem, block.rows, block.columns, strided, self.given.bias)
+            meta = meta._replace(BLOCK_D=block_d, REST_D=rest_d, SINKS=len(lists.bounds) > 1)
+            meta = meta._replace(TILE=lists.tile, BRANCHES=branches, AXES=axes)
             programs, options = lists.programs * heads * problem.batch, (block.warps, block.stages)
             return launch(each.load(), programs, problem.device, tensors, others, meta, *options)
 

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -31,9 +31,11 @@ from attn_dispatch.kernels.triton.blocks import (
     Blocks,
     Kernel,
     blocks_for,
+    clipped,
     multiplies_from_registers,
     padded,
     parts_of,
+    precision,
     shared_limit,
 )
 from attn_dispatch.kernels.triton.work_list import Side
@@ -52,6 +54,7 @@ OLDEST = "3.4"  #: version of Triton, the first whose kernels unpack tuples with
 COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
+BIASED = 64, 32  #: rows and columns of a block with a bias, at most: what is loaded for each score takes registers
 #: Options of every launch: a product and a sum are one instruction, Triton's default until 3.9, which warns of its end.
 FUSED = {"enable_fp_fusion": True}
 
@@ -138,6 +141,8 @@ def fitting_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, .
         listed = each.single[min(most for most in each.single if most >= problem.head_dim)]
     else:
         listed = blocks_for(each.kernel, problem)
+    if problem.bias:
+        listed = tuple(replace(clipped(block, *BIASED), stages=2) for block in listed)
     limit = shared_limit(problem.device)
     return tuple(block for block in listed if shared_bytes(each, problem, block) <= limit) or listed[-1:]
 
@@ -164,6 +169,61 @@ def grad_or_zeros(grad: Tensor | None, out: Tensor) -> Tensor:
     return grad.resolve_neg()
 
 
+class Given(NamedTuple):
+    """A call's tensors besides q, k and v, as kernels read them: `of` makes them of a backend's.
+
+    Args:
+        key_mask: uint8, contiguous; 0 for hidden keys.
+        bias: expanded to [batch, heads, q_len, k_len].
+        slopes: float32 [batch, heads], contiguous.
+    """
+
+    seq_lens: Tensor | None = None
+    key_mask: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, tensors: Mapping[str, Tensor]) -> Given:
+        found: dict[str, Tensor] = {}
+        for name, x in tensors.items():
+            x = x.detach().resolve_neg()
+            if name == "bias":
+                found["bias"] = x.expand(problem.batch, problem.heads, -1, -1)
+            elif name == "alibi_slopes":
+                found["slopes"] = x.float().expand(problem.batch, -1).contiguous()
+            else:
+                found[name] = x.contiguous() if name == "seq_lens" else x.contiguous().view(torch.uint8)
+        return cls(**found)
+
+
+NOTHING = Given()
+
+
+def given_bytes(problem: Problem) -> int:
+    """Upper bound of the bytes of copies in `Given`."""
+    return problem.batch * (problem.k_len * problem.has_key_mask + 8 * problem.heads * (problem.alibi_axes > 0))
+
+
+class Terms(NamedTuple):
+    """What a call does to its scores (see `terms`): scale, cap, slopes, and bias with its strides."""
+
+    scale: float
+    softcap: float
+    slopes: Tensor | None
+    bias: Tensor | None
+    bias_b: int = 0
+    bias_h: int = 0
+    bias_q: int = 0
+    bias_k: int = 0
+
+    @classmethod
+    def of(cls, problem: Problem, given: Given) -> Terms:
+        strides = () if given.bias is None else given.bias.stride()
+        softcap = max(problem.softcap, torch.finfo(torch.float32).tiny)
+        return cls(as_float32(problem.scale), softcap, given.slopes, given.bias, *strides)
+
+
 class Meta(NamedTuple):
     """What a kernel is compiled for, each a `tl.constexpr` in the kernel (see `lists` and `parts`).
 
@@ -173,6 +233,8 @@ class Meta(NamedTuple):
         ROWS, COLUMNS: of a block.
         TILE: places of a tile; 0: lists are runs.
         BRANCHES, AXES: of `reach`.
+        SINKS: whether there are runs of sinks.
+        SOFTCAP, BIAS, ALIBI: whether `Terms` has them.
         PRECISION: of products.
         WIDE: offsets within a head need 64 bits.
     """
@@ -186,8 +248,19 @@ class Meta(NamedTuple):
     TILE: int = 0
     BRANCHES: int = 0
     AXES: int = 0
+    SINKS: bool = False
+    SOFTCAP: bool = False
+    BIAS: bool = False
+    ALIBI: bool = False
     PRECISION: str = "ieee"
     WIDE: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem, rows: int, columns: int, strided: Sequence[Tensor], bias: Tensor | None) -> Meta:
+        d, group = problem.head_dim, problem.heads // problem.kv_heads
+        terms = bool(problem.softcap), bool(problem.bias), bool(problem.alibi_axes)
+        wide = needs_wide_offsets(strided if bias is None else [*strided, bias.transpose(1, 2)])
+        return cls(group, d, padded(d), 0, rows, columns, 0, 0, 0, False, *terms, precision(problem), wide)
 
 
 class Launch(NamedTuple):
@@ -278,17 +351,6 @@ def in_fitting_block(
 def needs_wide_offsets(tensors: Sequence[Tensor]) -> bool:
     """Whether offsets within a head of a tensor [batch, len, heads, head_dim] need 64 bits."""
     return any((x.shape[1] - 1) * x.stride(1) + padded(x.shape[3]) * x.stride(3) >= OFFSET_LIMIT for x in tensors)
-
-
-def mask_bytes(key_mask: Tensor | None) -> Tensor | None:
-    """The mask as kernels read it, uint8 and contiguous."""
-    return None if key_mask is None else key_mask.contiguous().view(torch.uint8)
-
-
-def masks_of(tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """seq_lens and key_mask of a call, as kernels read them."""
-    seq_lens = tensors.get("seq_lens")
-    return None if seq_lens is None else seq_lens.contiguous(), mask_bytes(tensors.get("key_mask"))
 
 
 def as_float32(scale: float) -> float:

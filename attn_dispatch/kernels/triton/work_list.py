@@ -25,6 +25,8 @@ from attn_dispatch.spec.tracing import make_plain
 
 Side = Literal["queries", "keys"]
 
+Bounds = tuple[int | None, int | None]
+
 TILE = 5  #: entries of a tile
 RUN = 4  #: entries of a run
 
@@ -35,11 +37,12 @@ class WorkList:
 
     Args:
         tiles: int32 [tiles, 5]; start, step and count of the rows, first run, end of the runs.
-        runs: int32 [runs, 4]; start, step and count of the columns, and, where rows are keys, the number of the query
-            head within the key head's group.
+        runs: int32 [runs, 4]; start, step and count of the columns, and twice the number of the query head within the
+            key head's group, which is 0 where rows are queries, and 1 more for a run of sinks.
         first_tile: int32 [kinds + 1]; a kind's tiles are `tiles[first_tile[kind] : first_tile[kind + 1]]`.
         kind_of: int32 [heads], or [kv_heads] where rows are keys.
-        low, high: a row at p uses columns `p + low` to `p + high`; None: no bound.
+        bounds: low and high of the runs, and where there are sinks, of theirs: a row at p uses columns `p + low` to
+            `p + high`; None: no bound.
         most_tiles: the most tiles of a kind.
     """
 
@@ -47,8 +50,7 @@ class WorkList:
     runs: Tensor
     first_tile: Tensor
     kind_of: Tensor
-    low: int | None
-    high: int | None
+    bounds: tuple[Bounds, ...]
     most_tiles: int
 
     def pairs(self, rows: int, columns: int) -> int:
@@ -80,13 +82,15 @@ class WorkList:
         run_counts = end_run - first_run
         tile = torch.arange(len(self.tiles)).repeat_interleave(run_counts)
         run = torch.arange(len(tile)) - (run_counts.cumsum(0) - run_counts - first_run).repeat_interleave(run_counts)
-        run_start, run_step, run_count, _ = self.runs.long()[run].unbind(-1)
+        run_start, run_step, run_count, member = self.runs.long()[run].unbind(-1)
         begin, end = torch.zeros_like(run_count), run_count
-        if self.low is not None:
-            begin = -(-(start[tile] + self.low - run_start).clamp(min=0) // run_step)
-        if self.high is not None:
-            last = (start + (count - 1) * step)[tile] + self.high - run_start
-            end = torch.minimum(end, (last + run_step).clamp(min=0) // run_step)
+        for number, (low, high) in enumerate(self.bounds):
+            own = member % 2 == number
+            if low is not None:
+                begin = torch.where(own, -(-(start[tile] + low - run_start).clamp(min=0) // run_step), begin)
+            if high is not None:
+                last = (start + (count - 1) * step)[tile] + high - run_start
+                end = torch.where(own, torch.minimum(end, (last + run_step).clamp(min=0) // run_step), end)
         blocks = torch.zeros(len(self.tiles), dtype=torch.int64)
         return blocks.index_add_(0, tile, -(-(end - begin).clamp(min=0) // columns))
 
@@ -124,7 +128,7 @@ def _work_list(problem: Problem, side: Side, block: int, lengths: tuple[int, ...
         torch.cat(runs).to(torch.int32),
         torch.tensor(first_tile, dtype=torch.int32),
         torch.tensor(kind_of, dtype=torch.int32),
-        *bounds(problem, side),
+        bounds(problem, side),
         most_tiles=max(last - first for first, last in pairwise(first_tile)),
     )
 
@@ -157,17 +161,21 @@ def work_list_bytes(problem: Problem, side: Side, block: int) -> int:
     return 4 * entries
 
 
-def bounds(problem: Problem, side: Side) -> tuple[int | None, int | None]:
-    """The first and last column of a row, relative to the row's position."""
+def bounds(problem: Problem, side: Side) -> tuple[Bounds, ...]:
+    """The first and last column of a row, relative to the row's position; with sinks also those of their runs."""
     bands = _bands(problem, (problem.pattern.head_offsets(0, problem.heads),))
-    ((low, high),) = {(band.low, band.high) for band in bands}  # equal in all branches
     # Bounds beyond both lengths are equivalent; clipped, their sums with positions fit 32 bits.
     far = problem.q_len + problem.k_len
-    low = None if low is None else max(low, -far)
-    high = None if high is None else min(high, far)
-    if side == "queries":
-        return low, high
-    return None if high is None else -high, None if low is None else -low
+    found: list[Bounds] = []
+    for low, high in dict.fromkeys((band.low, band.high) for band in bands):  # equal in all branches
+        low = None if low is None else max(low, -far)
+        high = None if high is None else min(high, far)
+        if side == "keys":
+            low, high = None if high is None else -high, None if low is None else -low
+        found.append((low, high))
+    if len(found) == 1:
+        return tuple(found)
+    return tuple((-far if low is None else low, far if high is None else high) for low, high in found)
 
 
 def _bands(problem: Problem, kind: Kind) -> list[Band]:
@@ -200,15 +208,16 @@ def _row_groups(problem: Problem, side: Side, kind: Kind, lengths: tuple[int, ..
 def _row_groups_of(
     pattern: Pattern, q_len: int, k_len: int, side: Side, kind: Kind, lengths: tuple[int, ...]
 ) -> RowGroups:
-    """The row groups that have runs, whose last number is that of the query head within its key head's group."""
+    """The row groups that have runs, whose last number is as in `WorkList`."""
     by_member = [pattern.bands(q_len, k_len, offsets) or () for offsets in kind]
     bands = [band for some in by_member for band in some]
-    member = torch.tensor([number for number, some in enumerate(by_member) for _ in some], dtype=torch.int64)
+    numbers = [2 * number + (band.stop is not None) for number, some in enumerate(by_member) for band in some]
+    member = torch.tensor(numbers, dtype=torch.int64)
     # Tokens count from the first of all; rows or columns that are queries are the last of these, or begin before them.
     ahead = k_len - q_len
     borders = torch.tensor([min(0, ahead), *accumulate(lengths or (k_len,))])
     first = (ahead, 0) if side == "queries" else (0, ahead)
-    rows, runs, counts = row_groups(bands, borders, *first)
+    rows, runs, counts = row_groups(bands, borders, *first, rows_are_keys=side == "keys")
     runs = torch.cat([runs[:, :3], member[runs[:, 3:]]], dim=1)
     return RowGroups(rows[counts > 0], runs, counts[counts > 0])
 
@@ -261,7 +270,9 @@ def key_parts(problem: Problem) -> KeyParts | None:
     most = FEW_SINGLE if problem.dtype == torch.float32 else FEW_LANES
     if lanes > most or problem.k_len <= problem.q_len or not isinstance(problem.pattern, Dense | Window):
         return None
-    (band,) = problem.pattern.bands(problem.q_len, problem.k_len, ())
+    band, *sinks = problem.pattern.bands(problem.q_len, problem.k_len, ())
+    if sinks:
+        return None
     first = 0 if band.low is None else min(max(0, band.low), problem.k_len)
     last = problem.k_len - 1 if band.high is None else min(problem.k_len - 1, problem.q_len - 1 + band.high)
     keys = last + 1 - first

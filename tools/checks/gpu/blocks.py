@@ -187,8 +187,8 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     configs = {name: (backend.BlockConfig(*blocks[name]),) for name in KERNELS}
     backend.block_configs = lambda each, *_: configs[next(n for n, w in watched.items() if w is each)]
     if item["precision"] is not None:
-        passes: Any = importlib.import_module("attn_dispatch.kernels.triton.passes")
-        passes.precision = lambda _: item["precision"]
+        support: Any = importlib.import_module("attn_dispatch.kernels.triton.support")
+        support.precision = lambda _: item["precision"]
     errors: Any = importlib.import_module("triton.runtime.errors")
     try:
         results = _results(item, backend, problem)

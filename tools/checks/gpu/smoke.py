@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
@@ -29,6 +30,7 @@ PATTERNS: dict[str, Pattern] = {
     "window": Window(255, 0),
     "longnet": Dilated((256, 512, 1024), (1, 2, 4), is_causal=True),
     "neighborhood": Neighborhood((32, 32), (7, 7)),
+    "sinks": Window(255, 0, sinks=4),
 }
 DRY_PATTERNS: dict[str, Pattern] = {"causal": Dense(is_causal=True), "longnet": Dilated((16, 32), (1, 2))}
 BATCH, LENGTH, HEADS, GROUPED = 2, 1024, 8, 2  #: the last: key heads
@@ -37,7 +39,14 @@ HEAD_DIMS = (64, 128, 256)
 FLEX = ("flex", "flex_flash")
 FLEX_KINDS = {"bfloat16": ("causal", "longnet", "neighborhood"), "float16": (), "float32": ("causal",)}
 ODD_DIMS = (40, 80, 96, 192)
-EXTRAS = ("seq_lens", "key_mask", "bhnd")
+EXTRAS: dict[str, dict[str, Any]] = {
+    "seq_lens": {"has_seq_lens": True},
+    "key_mask": {"has_key_mask": True},
+    "bhnd": {"strides": ("bhnd",) * 3},
+    "softcap": {"softcap": 20.0},
+    "alibi": {"alibi_axes": 1},
+    "bias": {"bias": (1, HEADS)},
+}
 FEW = (1, 4, 16)  #: queries, which with GROUPED key heads are 4, 16 and 64 rows that share keys
 #: Backends that compile: their groups are smaller and start first.
 COMPILING = ("triton_tiles", "triton", "flash", "flex", "flex_flash")
@@ -70,7 +79,7 @@ def cases() -> list[Item]:
         found += [
             _item(name, dtype, head_dim, kind, GROUPED, extra, queries)
             for head_dim, kind, queries in product((64, 128), ("dense", "causal", "window"), FEW)
-            for extra in ("", "key_mask")
+            for extra in ("", "key_mask", "softcap", "alibi", "bias")
         ]
     return found
 
@@ -87,7 +96,7 @@ def groups_of(found: list[Item]) -> list[list[Item]]:
     groups: dict[tuple[Any, ...], list[Item]] = {}
     for item in found:
         name, few = item["backend"], item["queries"] < LENGTH
-        part = "few" if few else "more" if item["extra"] or item["head_dim"] in ODD_DIMS else item["head_dim"]
+        part = "few" if few else item["extra"] or ("odd" if item["head_dim"] in ODD_DIMS else item["head_dim"])
         key = name, item["dtype"], part if name in COMPILING else "", item["pattern"] if name in FLEX else ""
         groups.setdefault(key, []).append(item)
     return list(groups.values())
@@ -95,7 +104,7 @@ def groups_of(found: list[Item]) -> list[list[Item]]:
 
 def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     backend, problem = registry.load(item["backend"]), _problem(item, machine, setup.dry_run)
-    refusals = backend.refusals(problem)
+    refusals = refusals_of(backend, problem)
     if refusals:
         return {"refused": "; ".join(f"{each.code}: {each.text}" for each in refusals)}
     oracle = Oracle.of(make(problem))
@@ -113,9 +122,8 @@ def _problem(item: Item, machine: Machine, dry: bool) -> Problem:
     found = problem_of(shape, pattern, dtype, machine.device, kv_heads=item["kv_heads"], backward=not few)
     if few:
         found = replace(found, q_len=item["queries"], pattern=pattern.simplify(item["queries"], shape[1], shape[2]))
-    if extra == "bhnd":
-        return replace(found, strides=("bhnd",) * 3)
-    return replace(found, has_seq_lens=extra == "seq_lens", has_key_mask=extra == "key_mask")
+    more = {"bias": (1, 2)} if dry and extra == "bias" else EXTRAS.get(extra, {})
+    return replace(found, **more)
 
 
 def label(item: Item) -> str:

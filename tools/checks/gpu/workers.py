@@ -147,7 +147,7 @@ def rows_of(
                 more = 0.0
             else:
                 wrong = worker.end(min(END_S, end - time.monotonic()))
-                if wrong:
+                if wrong and time.monotonic() < end:
                     yield {**items[-1], "failed": wrong}
 
 
