@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from attn_dispatch.machine import devices, hardware, memory
 from tests.support import fakes
 from tests.support.calls import threads
-from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, write
+from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, raising, write
 
 INTEL_AMX = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -177,9 +177,7 @@ def test_mig_is_seen(monkeypatch: pytest.MonkeyPatch, device: SimpleNamespace, b
 
 @pytest.mark.parametrize("broken", ["missing", "init", "driver"])
 def test_without_nvml_torch_alone_describes(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    def fail() -> None:
-        raise FakeNvmlError("Unknown Error")
-
+    fail = raising(FakeNvmlError("Unknown Error"))
     fake_cuda(monkeypatch, H100)
     nvml = fake_nvml(monkeypatch, {})
     if broken == "missing":

@@ -19,11 +19,7 @@ from tests.support.calls import close, formula
 from tests.support.ring_calls import changed, part, tensors
 from tests.support.ring_ranks import Ranks
 
-
-@pytest.fixture(autouse=True)
-def _short_trials(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("short_trials", "no_trials")
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------

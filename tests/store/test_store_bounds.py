@@ -19,7 +19,7 @@ from attn_dispatch.store.decision import Row, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.passed import has_passed, is_confirmed, note_confirmed, note_missed, note_passed
 from tests.support.entries import GROUP, KEY, OTHER, chosen, decision, files_in
-from tests.support.fakes import SILICON
+from tests.support.fakes import SILICON, raising
 
 SIZE = len(encode(decision()))
 DAY = 86400
@@ -118,10 +118,7 @@ def test_a_held_lock_is_waited_for_briefly(
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(handle: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     before = len(os.listdir("/proc/self/fd"))
     assert Store(tmp_path).put(decision()) is not None
     assert len(os.listdir("/proc/self/fd")) == before

@@ -111,28 +111,20 @@ def items_of() -> list[Item]:
         for head_dim, blocks in table.items()
         for block in blocks
     ]
-    found += [
-        _item("triton_tiles", pattern, kernel, head_dim, HALF, None, block)
-        for pattern, head_dim in ((GRIDS[0], 64), (GRIDS[1], 64), (GRIDS[0], 128))
-        for kernel in KERNELS
-        for block in TILE_BLOCKS
-    ]
-    return found + [
-        _item("triton", "causal", kernel, head_dim, "float32", precision, block)
-        for precision, blocks in SINGLE.items()
-        for head_dim in (64, 128)
-        for kernel in KERNELS
-        for block in blocks
-    ]
+    grids = product(((GRIDS[0], 64), (GRIDS[1], 64), (GRIDS[0], 128)), KERNELS, TILE_BLOCKS)
+    found += [_item("triton_tiles", pattern, kernel, dim, HALF, None, block) for (pattern, dim), kernel, block in grids]
+    for precision, blocks in SINGLE.items():
+        single = product((64, 128), KERNELS, blocks)
+        found += [_item("triton", "causal", kernel, dim, "float32", precision, block) for dim, kernel, block in single]
+    return found
 
 
 def dry_items() -> list[Item]:
-    kinds = (("triton", "causal"), ("triton_tiles", "neighborhood-2d"))
+    kinds = (("triton", "causal", KERNELS), ("triton_tiles", "neighborhood-2d", (FORWARD,)))
     return [
         _item(backend, pattern, kernel, 16, "float32", "ieee", block)
-        for backend, pattern in kinds
-        for kernel in ((FORWARD,) if backend == "triton_tiles" else KERNELS)
-        for block in DRY_BLOCKS
+        for backend, pattern, kernels in kinds
+        for kernel, block in product(kernels, DRY_BLOCKS)
     ]
 
 
