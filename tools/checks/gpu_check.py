@@ -136,9 +136,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument("--output", type=Path, help="folder of results (default: tools/results/gpu)")
     options.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: 9)")
     options.add_argument("--only", nargs="+", choices=list(STEPS), metavar="STEP", help="some of the steps")
-    options.add_argument(
-        "--backends", nargs="+", default=[], metavar="NAME", help="some of the backends (default: all)"
-    )
+    options.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="some of them (default: all)")
     options.add_argument("--dry-run", action="store_true", help="tiny problems on the CPU")
     given = options.parse_args(arguments)
     if not given.minutes > 0:
@@ -173,9 +171,8 @@ def main() -> None:
     refuse_other_machines(given.output, steps, silicon(device))
     summaries = {}
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": cache} | (
-            {"TRITON_INTERPRET": "1"} if given.dry_run else {}
-        )
+        interpreted = {"TRITON_INTERPRET": "1"} if given.dry_run else {}
+        environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": cache, **interpreted}
         for at, name in enumerate(steps):
             left_s = given.minutes * 60 - (time.monotonic() - start)
             seconds = left_s * STEPS[name] / sum(STEPS[each] for each in steps[at:])

@@ -136,7 +136,6 @@ def _host(item: Item, machine: Machine, setup: Setup) -> Row:
 
     by_attend = partial(attend, q, k, v, case.pattern, backend=item["backend"])
     forward: Callable[[], Any] = by_torch if item["backend"] == TORCH else by_attend
-
     grad = torch.randn(case.q, device=machine.device, dtype=machine.half)
 
     def call() -> Any:
