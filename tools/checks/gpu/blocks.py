@@ -299,21 +299,7 @@ def tables(found: Any) -> Iterator[Table]:
         ("kernel", "head_dim", "fastest block", *SHOWN, "registers, spills"),
         rows,
         f"TFLOP/s by the pairs that the pattern has: {HALF}, {HEADS} heads, {LENGTH:,} tokens, each kernel alone. "
-        f"LongNet: `{PATTERNS['longnet']}`.",
-    )
-    rows = []
-    for kernel, head_dim in product(KERNELS, (64, 128)):
-        cells = []
-        for precision in ("ieee", "tf32x3", "tf32"):
-            timed = _timed_blocks(found, kernel, head_dim, dtype="float32", precision=precision)
-            cells.append(f"{_fastest(timed)[1]['causal']['tflops']:.0f}" if timed else "-")
-        rows.append((f"`{kernel}`", str(head_dim), *cells))
-    yield Table(
-        ("kernel", "head_dim", "`ieee`", "`tf32x3`", "`tf32`"),
-        rows,
-        f"TFLOP/s in float32: causal, {SINGLE_HEADS} heads, {SINGLE_LENGTH:,} tokens. `tf32x3` is about as exact "
-        "as float32: `triton` uses it where `torch.set_float32_matmul_precision` asks for the highest "
-        "precision, else `tf32`.",
+        f"LongNet: `{PATTERNS['longnet']}`. The file has float32 too.",
     )
 
 

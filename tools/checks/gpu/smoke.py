@@ -141,13 +141,14 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 
 def tables(found: Any) -> Iterator[Table]:
-    failed = sorted({f"`{row['backend']}`: {row['failed']}" for row in found["rows"] if "failed" in row})
+    failed = sorted({f"`{row['backend']}`: {row['failed'][:60]}" for row in found["rows"] if "failed" in row})
     counts = sorted((name, text) for name, text in found["summary"].items() if isinstance(text, str))
-    dims = ", ".join(map(str, sorted((*HEAD_DIMS, *ODD_DIMS))))
+    patterns = ", ".join(dict.fromkeys(row["pattern"] for row in found["rows"]))
+    dims = ", ".join(map(str, sorted({row["head_dim"] for row in found["rows"]})))
     yield Table(
         ("backend", "problems"),
         [(f"`{name}`", text) for name, text in counts],
-        f"Patterns: {', '.join(PATTERNS)}; head_dim {dims}; as many key heads as query heads, and fewer; masks; few "
+        f"Patterns: {patterns}; head_dim {dims}; as many key heads as query heads, and fewer; masks; score terms; few "
         f"queries of {LENGTH:,} keys; forward and backward. No time was left for {found['summary']['left_out']} "
         f"problems. Failed: {'; '.join(failed) or 'none'}.",
     )
