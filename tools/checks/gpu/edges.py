@@ -32,7 +32,7 @@ attend: Any = attn_dispatch.attend
 
 ENDS_AFTER_FAILURE = True
 RANKS = 2
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES: tuple[str, ...] = ("out", "lse", "dq", "dk", "dv")
 CAUSAL = Dense(is_causal=True)
 PATTERNS: dict[str, Pattern] = {
     "causal": CAUSAL,
