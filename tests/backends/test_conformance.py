@@ -53,11 +53,7 @@ HERE = [name for name in BACKENDS if name not in ELSEWHERE]
 # runs everything.
 SLOW = ("triton", "triton_tiles")
 EVERY_WAY = (
-    "dense-grouped",
-    "dense-head-dim-not-last",
-    "causal-both-masks",
-    "window-key-mask",
-    "longnet-short",
+    *("dense-grouped", "dense-head-dim-not-last", "causal-both-masks", "window-key-mask", "longnet-short"),
     "neighborhood-key-mask",
 )
 CONTAINED = {

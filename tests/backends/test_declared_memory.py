@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -113,16 +113,7 @@ def rows(tokens: int) -> list[Any]:
     return [pytest.param(*row, tokens, marks=marks) for row in every if row in few]
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """Allocations are recorded on the calling thread alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "case", "dtype", "direction", "tokens"),
     [*rows(SHORT), *rows(LONG), ("sdpa", "longnet", torch.float32, "backward", 2048)],

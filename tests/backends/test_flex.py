@@ -20,7 +20,6 @@ from attn_dispatch.decisions import trial_limits
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.branches import backend
 from attn_dispatch.kernels.flex import attention, requirements
 from attn_dispatch.machine import environment
 from attn_dispatch.spec.orders import Reordered
@@ -175,19 +174,15 @@ def test_block_tables_match_torch(flash_block: int) -> None:
 
 
 @pytest.fixture
-def flash4(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def flash4(unknown_packages: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """The packages of a machine with flash-attn 4, which may be changed, and an H100."""
     there = {"flash-attn-4": "4.0.0b36", "triton": "3.9.0"}
     libraries.flash_attn_4(monkeypatch, [])
     installed(monkeypatch, there)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    tables: tuple[Any, ...] = (environment.installed, backend._load_fault)
-    for table in tables:
-        table.cache_clear()
     yield there
-    for table in (*tables, flex_flash._compiled):
-        table.cache_clear()
+    flex_flash._compiled.cache_clear()
 
 
 def on_cuda(pattern: Pattern = LONGNET, **changes: Any) -> Problem:

@@ -69,17 +69,9 @@ NEWEST = {"flash-attn-4": "4.0.0b36", "flash_attn_3": "3.0.0", "flash-attn": "2.
 
 
 @pytest.fixture(autouse=True)
-def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
-    for table in tables:
-        table.cache_clear()
+def newest(one_thread: None, unknown_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest libraries are installed, and nothing is known of them."""
     installed(monkeypatch, NEWEST)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the tensors are small
-    yield
-    torch.set_num_threads(threads)
-    for table in tables:
-        table.cache_clear()
 
 
 @pytest.fixture
@@ -252,14 +244,9 @@ def test_arguments_of_flash(adapter: str, deterministic: bool, calls: list[dict[
     scale=(None, -0.3),
 )
 def test_flash_takes_key_lens(
-    adapter: str,
-    pattern: Pattern,
-    q_len: int,
-    heads: tuple[int, int],
-    scale: float | None,
-    calls: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    adapter: str, pattern: Pattern, q_len: int, heads: tuple[int, int], scale: float | None,
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The newer generations of more queries alone. A row's first queries may have no keys."""
     monkeypatch.setattr(flash, "BACKEND", on_cpu(ADAPTERS[adapter]))
     monkeypatch.setattr(flash, "refusals", flash.BACKEND.refusals)
@@ -466,12 +453,9 @@ def test_flash_4_on_several_gpus(second: tuple[int, int], monkeypatch: pytest.Mo
 
 
 def test_flash_4_is_installed_for_the_cuda_of_pytorch() -> None:
-    assert (
-        flash4_package.hint("13.0")
-        == flash4_package.hint("13.2")
-        == f"{flash4_package.hint('12.9')} 'flash-attn-4[cu13]'"
-    )
-    assert flash4_package.hint(None) == flash4_package.hint("12.9") == "pip install 'attn-dispatch[flash4]'"
+    found = [flash4_package.hint(cuda) for cuda in (None, "12.9", "13.0", "13.2")]
+    plain = "pip install 'attn-dispatch[flash4]'"
+    assert found == [plain] * 2 + [f"{plain} 'flash-attn-4[cu13]'"] * 2
 
 
 def test_the_cache_of_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import candidates
 from tests.support.calls import BUILT_IN, Plugin, close, formula, qkv, status
+from tests.support.fakes import raising
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -31,26 +33,17 @@ pytestmark = pytest.mark.usefixtures("little_time")
 # --- the gate ---------------------------------------------------------------------------------------------------------
 
 
-def one_entry(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def one_entry(out: Tensor, lse: Tensor, more: float = 0.01) -> tuple[Tensor, Tensor]:
     out = out.clone()
-    out[0, -1, 1, 3] += 0.01
+    out[0, -1, 1, 3] += more
     return out, lse
 
 
-def one_nan(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    out = out.clone()
-    out[0, -1, 1, 3] = math.nan
-    return out, lse
-
-
-def raising(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    raise RuntimeError("out of\norder")
-
-
+FAILS = raising(RuntimeError("out of\norder"))
 WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "scaled": (lambda out, lse: (out * 1.01, lse), "incorrect", "out is off by"),
     "one-entry": (one_entry, "incorrect", "out is off by"),
-    "nan": (one_nan, "incorrect", "out has NaN"),
+    "nan": (partial(one_entry, more=math.nan), "incorrect", "out has NaN"),
     "all-nan": (lambda out, lse: (out * math.nan, lse), "incorrect", "out has NaN"),
     "lse": (lambda out, lse: (out, lse + 0.01), "incorrect", "lse is off by"),
     "lse-base-2": (lambda out, lse: (out, lse / math.log(2)), "incorrect", "lse is off by"),
@@ -59,7 +52,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "no-lse": (lambda out, lse: out, "incorrect", "lse was asked for and not returned"),
     "dtype": (lambda out, lse: (out.double(), lse), "incorrect", "out is torch.float64, not torch.float32"),
     "shape": (lambda out, lse: (out.transpose(1, 2), lse), "incorrect", "out has shape [1, 2, 16, 8]"),
-    "raises": (raising, "failed", "RuntimeError: out of order"),
+    "raises": (FAILS, "failed", "RuntimeError: out of order"),
     "none": (lambda out, lse: None, "failed", "TypeError"),
 }
 
@@ -119,11 +112,8 @@ def test_a_refusal_is_a_status_and_a_reason(code: str) -> None:
 def test_a_broken_plugin_does_not_end_the_call(
     part: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: object) -> None:
-        raise error
-
     plugin = Plugin()
-    monkeypatch.setattr(plugin, part, broken, raising=False)
+    monkeypatch.setattr(plugin, part, raising(error), raising=False)
     register(plugin)
     q, k, v = qkv()
     assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
@@ -160,11 +150,8 @@ def test_a_plugin_that_does_not_answer(part: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forced_backend_whose_refusals_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(problem: Problem) -> None:
-        raise KeyError("broken")
-
     plugin = Plugin()
-    monkeypatch.setattr(plugin, "refusals", broken)
+    monkeypatch.setattr(plugin, "refusals", raising(KeyError("broken")))
     register(plugin)
     with pytest.raises(BackendFailed, match=r"planted cannot tell whether it can run .*KeyError: 'broken'"):
         attend(*qkv(), backend="planted")
@@ -175,7 +162,7 @@ def test_a_forced_backend_whose_refusals_raise(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_backend_that_raises(masked: bool) -> None:
-    register(Plugin(raising))
+    register(Plugin(FAILS))
     mask = torch.ones(1, 16, dtype=torch.bool) if masked else None
     with pytest.raises(BackendFailed) as raised:
         attend(*qkv(), backend="planted", key_mask=mask)
@@ -272,11 +259,8 @@ class Panic(BaseException):
 def test_a_plugin_cannot_interrupt_the_program(
     part: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: object, **more: object) -> None:
-        raise error
-
     plugin = Plugin()
-    monkeypatch.setattr(plugin, part, broken)
+    monkeypatch.setattr(plugin, part, raising(error))
     register(plugin)
     q, k, v = qkv()
     assert close(attend(q, k, v), formula(q, k, v, Dense())[0])

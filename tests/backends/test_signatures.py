@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from inspect import Signature
 from pathlib import Path
@@ -18,27 +18,15 @@ import torch
 
 from attn_dispatch.backends import flash, sdpa_cudnn, xformers
 from attn_dispatch.kernels import dense
-from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.branches import flash4 as flash4_package
-from attn_dispatch.machine import environment
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
-from tests.backends.test_libraries import ADAPTERS, NEWEST, on_cpu
-from tests.kernels.test_limits import installed
+from tests.backends.test_libraries import ADAPTERS, newest, on_cpu
 from tests.support import libraries, signatures
 from tests.support.cases import gate
 
-
-@pytest.fixture(autouse=True)
-def _empty_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
-    for table in tables:
-        table.cache_clear()
-    installed(monkeypatch, NEWEST)
-    yield
-    for table in tables:
-        table.cache_clear()
+__all__ = ["newest"]  # for every test here, too
 
 
 @dataclass

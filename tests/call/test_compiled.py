@@ -185,8 +185,6 @@ def test_checkpoints_are_bitwise(reentrant: bool) -> None:
     assert all(map(torch.equal, *grads))
 
 
-# --- a second process -------------------------------------------------------------------------------------------------
-
 PROGRAM = """
 import torch
 from torch._dynamo.utils import counters

@@ -21,6 +21,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from tests.call.test_packing import LENGTH, PATTERNS, Three, expected, tensors
 from tests.support.calls import close
+from tests.support.fakes import raising
 from tests.support.ordered import stored
 from tests.support.pairwise import crossed
 from tests.support.timed import Machine, call_until_measured
@@ -35,9 +36,9 @@ EVERY: tuple[Pattern, ...] = (
     Window(None, 3),
     Dilated((8, 16, 64), (1, 2, 4), offsets="block"),
 )
-IDS = torch.stack(
-    [torch.arange(6).repeat_interleave(torch.tensor([10, 10, 1, 24, 1, 14])), torch.full((LENGTH,), 7)]
-)  #: of equal lengths, of others, single tokens, and a row of one document
+#: Of equal lengths, of others, single tokens, and a row of one document.
+IDS = torch.stack([torch.arange(6).repeat_interleave(torch.tensor([10, 10, 1, 24, 1, 14])), torch.full((LENGTH,), 7)])
+GROUPED = torch.repeat_interleave(torch.arange(7), torch.tensor([20, 70, 5, 1, 64, 30, 10]))[None]
 ALIKE = IDS[:1].expand(2, -1)
 AT_ONCE = {"native": native, "triton": triton}
 
@@ -81,17 +82,14 @@ def test_all_documents_at_once(
 def test_documents_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of neighbours in memory: the kernel runs once for each group."""
     given: Any = [x.detach().float().requires_grad_() for x in tensors(length=200, batch=1)]
-    ids = torch.repeat_interleave(torch.arange(7), torch.tensor([20, 70, 5, 1, 64, 30, 10]))[None]
     results = []
     for most in (1, 80, 1000):
         monkeypatch.setattr(tables, "NEIGHBOURS", most)
         tables.document_tables.cache_clear()
-        out, lse = attend(given[0], given[1], given[2], pattern, documents=ids, backend="native", return_lse=True)
-        results.append(
-            [out, lse, *torch.autograd.grad((out, lse), given, (torch.ones_like(out), torch.ones_like(lse)))]
-        )
+        out, lse = attend(given[0], given[1], given[2], pattern, documents=GROUPED, backend="native", return_lse=True)
+        results.append([out, lse, *torch.autograd.grad((out, lse), given, [torch.ones_like(x) for x in (out, lse)])])
     wide: Any = [x.detach().double().requires_grad_() for x in given]
-    right = expected(wide[0], wide[1], wide[2], pattern, ids, None, None)
+    right = expected(wide[0], wide[1], wide[2], pattern, GROUPED, None, None)
     exact = [*right, *torch.autograd.grad(right, wide, [torch.ones_like(x) for x in right])]
     assert all(close(x, y) for found in results for x, y in zip(found, exact))
     assert len(document_tables(Problem.of(given[0], given[1], given[2], pattern), (20, 70, 5))) == 1
@@ -102,12 +100,11 @@ def test_documents_in_groups(pattern: Pattern, monkeypatch: pytest.MonkeyPatch) 
 def test_rounded_gradients_of_documents_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of dk and dv are rounded once for each key, whichever group its document is in."""
     given: Any = [x.detach().bfloat16().requires_grad_() for x in tensors(length=200, batch=1)]
-    ids = torch.repeat_interleave(torch.arange(7), torch.tensor([20, 70, 5, 1, 64, 30, 10]))[None]
     found = []
     for most in (1, 80, 1000):
         monkeypatch.setattr(tables, "NEIGHBOURS", most)
         tables.document_tables.cache_clear()
-        out = attend(given[0], given[1], given[2], is_causal=True, documents=ids, backend="native")
+        out = attend(given[0], given[1], given[2], is_causal=True, documents=GROUPED, backend="native")
         found.append(torch.autograd.grad(out, given, torch.ones_like(out)))
     tables.document_tables.cache_clear()
     for apart, some, together in zip(*found):
@@ -177,10 +174,7 @@ def test_recorded_classes(tmp_path: Any) -> None:
 
 
 def test_a_backend_that_fails_on_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any, **more: Any) -> Tensor:
-        raise ValueError("no documents today")
-
-    monkeypatch.setattr(manual, "run_documents", broken, raising=False)
+    monkeypatch.setattr(manual, "run_documents", raising(ValueError("no documents today")), raising=False)
     with pytest.raises(BackendFailed, match="no documents today"):
         attend(*tensors(), documents=IDS, backend="manual")
 

@@ -28,9 +28,6 @@ def tensors(batch: int = BATCH, width: int = HEAD_DIM) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-# --- keys that end at different places --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
 @pytest.mark.parametrize("pattern", [Window(3, 0, sinks=2), Dilated((8, 16), (1, 2), is_causal=True)], ids=str)
 def test_key_lens(pattern: Pattern, layout: str) -> None:
@@ -73,9 +70,6 @@ def test_key_lens_with_a_sink_empty_rows_and_in_a_graph() -> None:
         assert torch.allclose(grad, exact)
 
 
-# --- the alignment of the first query with the first key --------------------------------------------------------------
-
-
 @thinned(("q_len", "k_len"), [(10, 25), (25, 10), (10, 10), (1, 10), (10, 1)], 3)
 def test_upper_left(q_len: int, k_len: int) -> None:
     """As PyTorch's causal_upper_left: query i sees the keys up to i."""
@@ -104,13 +98,8 @@ def test_both_alignments_of_documents_are_one() -> None:
         assert torch.equal(found, plain)
 
 
-# --- values of another width ------------------------------------------------------------------------------------------
-
-
 @crossed(
-    pattern=(Dense(is_causal=True), Window(3, 0), Dilated((8, 20), (1, 2))),
-    layout=("bnhd", "bhnd"),
-    width=(1, 10, 40),
+    pattern=(Dense(is_causal=True), Window(3, 0), Dilated((8, 20), (1, 2))), layout=("bnhd", "bhnd"), width=(1, 10, 40)
 )
 def test_values_of_another_width(pattern: Pattern, layout: str, width: int) -> None:
     """As in multi-head latent attention. The scale is that of the keys' width."""
@@ -129,9 +118,6 @@ def test_widths_are_explained_as_computed() -> None:
     attend(q, k, v)
     found = explain(q, k, v)
     assert (found.source, "[2, 60, 4, 40]" in found.problem) == ("measured", True)
-
-
-# --- nothing to compute -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -25,6 +24,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import pair_count
 from tests.support.calls import close, formula, qkv
+from tests.support.flaws import Planted
 from tests.support.graphs import OP, PATTERNS, Called, aot, attended, exact
 from tests.support.pairwise import crossed, thinned
 
@@ -184,9 +184,8 @@ def test_transforms_of_torch_func(pattern: Pattern) -> None:
         assert close(masked(*batches, lens), torch.stack(plain).double())
     assert all(map(close, transforms.grad(loss, (0, 1, 2))(*one), gradients(*one)))
     singles = zip(*(gradients(*each) for each in zip(*batches)))
-    assert all(
-        close(x, torch.stack(y)) for x, y in zip(transforms.vmap(transforms.grad(loss, (0, 1, 2)))(*batches), singles)
-    )
+    found = transforms.vmap(transforms.grad(loss, (0, 1, 2)))(*batches)
+    assert all(close(x, torch.stack(y)) for x, y in zip(found, singles))
     out, pull = transforms.vjp(function, *one)
     assert all(map(close, pull(2 * out), gradients(*one)))
 
@@ -244,23 +243,11 @@ def test_torch_jit_is_refused(given: dict[str, Any]) -> None:
 def test_a_backend_without_lse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backward pass is right though another backend takes it."""
 
-    @dataclass
-    class Plain:
-        name: str
-
-        def version(self) -> str:
-            return "1"
-
-        def workspace_bytes(self, problem: Problem) -> int:
-            return 0
-
+    class Plain(Planted):
         def refusals(self, problem: Problem) -> list[Refusal]:
             return [Refusal("lse", "returns none")] * problem.return_lse
 
-        def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
-            return exact(q, k, v, problem.pattern)[0].to(q.dtype)
-
-    registry.register(Plain("plain"))
+    registry.register(Plain(lambda q, k, v, problem, **_: exact(q, k, v, problem.pattern)[0].to(q.dtype), "plain"))
     q, k, v = (x.requires_grad_() for x in qkv())
     problem = Problem.of(q, k, v)
     decide.adopt(problem, decide.forced_decision(problem, "plain", None))

@@ -27,9 +27,8 @@ from tests.support.pairwise import crossed
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 60, 4, 2, 16
-IDS = torch.stack(
-    [torch.arange(4).repeat_interleave(torch.tensor([10, 10, 25, 15])), torch.full((LENGTH,), 7)]
-)  #: of equal lengths, of others, and a row of one document
+#: Of equal lengths, of others, and a row of one document.
+IDS = torch.stack([torch.arange(4).repeat_interleave(torch.tensor([10, 10, 25, 15])), torch.full((LENGTH,), 7)])
 PATTERNS: tuple[Pattern, ...] = (
     Dense(),
     Dense(is_causal=True),

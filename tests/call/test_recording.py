@@ -43,11 +43,7 @@ def test_each_distinct_problem_is_recorded_once(tmp_path: Path, set_mode: Callab
         attend(q, k, v, Window(99, 0))
         attend(q, k, v, return_lse=True, backend="manual")
     attend(q, k, v, Window(3, 3))
-    expected = [
-        Problem.of(q, k, v),
-        Problem.of(q, k, v, is_causal=True),
-        Problem.of(q, k, v, return_lse=True),
-    ]
+    expected = [Problem.of(q, k, v), Problem.of(q, k, v, is_causal=True), Problem.of(q, k, v, return_lse=True)]
     found = read_record(path)
     assert list(found) == expected
     assert [use.calls for use in found.values()] == [3, 3, 1]  # a window over everything is causal

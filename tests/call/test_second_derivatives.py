@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -69,12 +70,8 @@ def runs(pattern: Pattern, **options: Any) -> Attend:
     return lambda q, k, v: attend(q, k, v, pattern, return_lse=True, **options)
 
 
-def checkpointed(use_reentrant: bool, run: Attend) -> Attend:
-    def again(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = checkpoint(run, q, k, v, use_reentrant=use_reentrant)
-        return found
-
-    return again
+def checkpointed(run: Attend) -> Attend:
+    return partial(checkpoint, run, use_reentrant=False)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -143,12 +140,12 @@ def test_one_input_that_wants_gradients(backend: str) -> None:
 def test_checkpoints() -> None:
     """A reentrant one cannot be asked for them: PyTorch refuses `autograd.grad` through it."""
     x = wanting(torch.float64)
-    found = second(checkpointed(False, runs(Window(4, 2), backend="manual")), "both", x, 0)
+    found = second(checkpointed(runs(Window(4, 2), backend="manual")), "both", x, 0)
     exact = second(lambda q, k, v: formula(q, k, v, Window(4, 2)), "both", x, 0)
     assert all(map(torch.allclose, found, exact))
     for backend in BACKENDS:
         with pytest.raises(BackendFailed, match=REFUSAL):
-            second(checkpointed(False, runs(Dense(), backend=backend)), "linear", wanting(), 0)
+            second(checkpointed(runs(Dense(), backend=backend)), "linear", wanting(), 0)
 
 
 # --- transforms of torch.func, and forward mode -----------------------------------------------------------------------
@@ -295,9 +292,6 @@ def test_dropout_inside_transforms_and_modes(transform: Callable[..., Tensor]) -
 
     x = q.clone().requires_grad_()
     assert torch.allclose(transform(loss, q), torch.autograd.grad(loss(x), x)[0])
-
-
-# --- over many ranks --------------------------------------------------------------------------------------------------
 
 
 def over_ranks(order: str, loss: str) -> str:

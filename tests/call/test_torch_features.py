@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import deterministic, settings
 from attn_dispatch.tuning.candidates import current_environment
 from tests.support import processes
-from tests.support.calls import close, counted, formula, qkv
+from tests.support.calls import close, counted, formula, precision, qkv
 from tests.support.pairwise import crossed
 from tests.support.planted import Planted, right
 
@@ -66,11 +67,8 @@ def test_autocast_does_not_reach_the_trial() -> None:
 def test_settings_that_are_part_of_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     attend(q, k, v)
-    torch.set_float32_matmul_precision("medium")
-    try:
+    with precision("medium"):
         attend(q, k, v)
-    finally:
-        torch.set_float32_matmul_precision("highest")
     assert counted(measured=2)
     for warns in (True, False):
         torch.use_deterministic_algorithms(True, warn_only=warns)
@@ -198,24 +196,11 @@ def exact_gradients(pattern: Pattern) -> list[Tensor]:
     return gradients(lambda q, k, v, pattern: formula(q, k, v, pattern)[0], pattern)
 
 
-def non_leaf(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
-    found: Tensor = attend(q * 1, k * 1, v * 1, pattern)
-    return found
-
-
-def checkpointed(use_reentrant: bool) -> Callable[..., Tensor]:
-    def run(*arguments: Any) -> Tensor:
-        found: Tensor = checkpoint(attend, *arguments, use_reentrant=use_reentrant)
-        return found
-
-    return run
-
-
 RUNS: dict[str, Callable[..., Tensor]] = {
     "leaf": attend,
-    "non-leaf": non_leaf,
-    "checkpoint": checkpointed(use_reentrant=False),
-    "checkpoint-reentrant": checkpointed(use_reentrant=True),
+    "non-leaf": lambda q, k, v, pattern: attend(q * 1, k * 1, v * 1, pattern),
+    "checkpoint": partial(checkpoint, attend, use_reentrant=False),
+    "checkpoint-reentrant": partial(checkpoint, attend, use_reentrant=True),
 }
 
 

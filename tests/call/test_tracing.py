@@ -87,15 +87,20 @@ CACHED = {
 }
 
 
-@crossed(lambda name, tracer: {"tracer": tracer}, name=tuple(CACHED), tracer=tuple(TRACERS))
-def test_a_trace_leaves_nothing_to_other_calls(name: str, tracer: str, set_mode: Callable[[str], None]) -> None:
-    """Neither wrong values nor tensors of the trace: caches are filled as by a plain call."""
-    set_mode("off")
+def uncached(name: str) -> tuple[Pattern, Tensor, Tensor, Tensor, Tensor]:
+    """Of these, with nothing cached: the pattern, q, k, v and out."""
     pattern, k_len = CACHED[name]
     for cached in (_unseen, _permutation, same_permutation):
         cached.cache_clear()
     q, k, v = (torch.randn(1, length, 4, 8) for length in (16, k_len, k_len))
-    expected = formula(q, k, v, pattern)[0].nan_to_num()  # 0/0 for a query that sees no key
+    return pattern, q, k, v, formula(q, k, v, pattern)[0].nan_to_num()  # 0/0 for a query that sees no key
+
+
+@crossed(lambda name, tracer: {"tracer": tracer}, name=tuple(CACHED), tracer=tuple(TRACERS))
+def test_a_trace_leaves_nothing_to_other_calls(name: str, tracer: str, set_mode: Callable[[str], None]) -> None:
+    """Neither wrong values nor tensors of the trace: caches are filled as by a plain call."""
+    set_mode("off")
+    pattern, q, k, v, expected = uncached(name)
     graph = TRACERS[tracer](lambda q, k, v: attend(q, k, v, pattern), *(torch.zeros_like(x) for x in (q, k, v)))
     assert close(graph(q, k, v), expected)
     able = ("manual", "sdpa_mask", "tiles", "native")
@@ -108,11 +113,7 @@ def test_a_trace_leaves_nothing_to_other_calls(name: str, tracer: str, set_mode:
 @pytest.mark.parametrize("name", CACHED)
 def test_the_default_device_is_not_that_of_cached_masks(name: str, set_mode: Callable[[str], None]) -> None:
     set_mode("off")
-    pattern, k_len = CACHED[name]
-    for cached in (_unseen, _permutation, same_permutation):
-        cached.cache_clear()
-    q, k, v = (torch.randn(1, length, 4, 8) for length in (16, k_len, k_len))
-    expected = formula(q, k, v, pattern)[0].nan_to_num()
+    pattern, q, k, v, expected = uncached(name)
     with torch.device("meta"):
         found = attend(q, k, v, pattern, backend="manual")
     assert close(found, expected)

@@ -27,6 +27,7 @@ from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
 from tests.support import made_up as planted
 from tests.support.commands import COMMAND, SMALL, TWO, command, plain, problems, surroundings
+from tests.support.fakes import raising
 
 NAMES = (("a", "natural"), ("b", "natural"))
 TOO_LONG = ("--shape", "1,8589934592,8,64", "--device", "cpu")  #: q alone takes 16 TiB
@@ -170,11 +171,7 @@ def test_profile_from_a_record(tmp_path: Path) -> None:
 
 def test_profile_fails_where_it_cannot_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "decisions"
-
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files, "write", full)
+    monkeypatch.setattr(files, "write", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     done = command(folder, "profile", *SMALL, "--quick", "--force")
     assert done.returncode == 1
     assert f"not stored: {folder}" in done.stdout
@@ -344,9 +341,6 @@ def test_an_output_that_cannot_be_written(
     line = f"{{ sleep 0.2; {shlex.join([*COMMAND, 'inspect'])} {to}; echo $? >&2; }} {reader}"
     done = subprocess.run(line, shell=True, env=surroundings(measured[0]), capture_output=True, text=True, check=False)
     assert done.stderr == said
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def row(backend: str, status: str, median_ms: float | None = None, rounds: int = 99, **more: Any) -> Row:

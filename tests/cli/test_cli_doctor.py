@@ -17,6 +17,7 @@ from attn_dispatch.cli.machine import is_writable, missed
 from attn_dispatch.kernels import registry
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support.commands import SMALL, command, plain, problems
+from tests.support.fakes import raising
 
 
 def test_doctor_reports_hardware_backends_and_the_store(measured: tuple[Path, dict[str, Any]]) -> None:
@@ -77,7 +78,7 @@ def test_doctor_lists_quarantined_versions(quarantined: Path, tmp_path: Path) ->
     ]
     found = plain(command(quarantined, "doctor", "--json"))["quarantines"]
     assert [(each["backend"], each["silicon"], each["scope"]) for each in found] == [
-        *(("flash", "cpu-one", ""), ("made_up", "cpu-one", ""), ("flash", "cpu-two", "0123456789ab")),
+        *(("flash", "cpu-one", ""), ("made_up", "cpu-one", ""), ("flash", "cpu-two", "0123456789ab"))
     ]
     assert all(each.keys() == set(Entry.__struct_fields__) for each in found)
     assert "\nquarantine none\n" in command(tmp_path / "empty", "doctor").stdout
@@ -100,11 +101,8 @@ def test_doctor_lifts(quarantined: Path) -> None:
 def test_doctor_reports_entries_that_cannot_be_lifted(
     quarantined: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise PermissionError(13, "Permission denied")
-
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(quarantined))
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "unlink", raising(PermissionError(13, "Permission denied")))
     assert main(["doctor", "--lift", "flash"]) == 1
     monkeypatch.undo()
     assert "nothing was lifted for 'flash'; in quarantine: flash, made_up" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from tests.support.calls import Plugin
 from tests.support.commands import command, plain
+from tests.support.fakes import raising
 
 ROOM = 64 << 20
 Answer = Callable[[int], dict[str, Any]]
@@ -195,19 +196,13 @@ def test_without_a_limit_only_what_is_declared_to_fit_is_tried(monkeypatch: pyte
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def interrupt() -> dict[str, Any]:
-    raise KeyboardInterrupt
-
-
-def fail() -> dict[str, Any]:
-    raise RuntimeError("CUDA is gone")
-
-
-@pytest.mark.parametrize(("end", "said"), [(interrupt, "interrupted"), (fail, "CUDA is gone")])
+@pytest.mark.parametrize(
+    ("end", "said"), [(KeyboardInterrupt(), "interrupted"), (RuntimeError("CUDA is gone"), "CUDA is gone")]
+)
 def test_what_was_found_is_printed_after_an_interruption_or_an_error(
-    end: Callable[[], dict[str, Any]], said: str, tmp_path: Path, processes: Any
+    end: BaseException, said: str, tmp_path: Path, processes: Any
 ) -> None:
-    processes(lambda n: ran() if n <= 2048 else end())
+    processes(lambda n: ran() if n <= 2048 else raising(end)())
     arguments = ("limits", "--shape", "1,2k,2,16", "--backend", "sdpa", "--device", "cpu")
     done, again = command(tmp_path, *arguments), command(tmp_path, *arguments, "--json")
     assert done.returncode == again.returncode == 1
@@ -218,7 +213,7 @@ def test_what_was_found_is_printed_after_an_interruption_or_an_error(
     assert line.endswith("   not finished")
     found = json.loads(again.stdout)
     assert found["interrupted"] == (said == "interrupted")
-    assert ("CUDA" in (found["error"] or "")) == (end is fail)
+    assert ("CUDA" in (found["error"] or "")) == ("CUDA" in said)
     assert not found["limits"][0]["complete"]
     assert found["limits"][0]["longest"]["tokens"] == 2048
 

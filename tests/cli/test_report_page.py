@@ -22,9 +22,7 @@ from tests.support.stored_profiles import NATIVE, SDPA
 
 OPEN_ALL = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 
-pytestmark = [
-    pytest.mark.skipif(browser.PROGRAM is None, reason="no Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.skipif(browser.PROGRAM is None, reason="no Chromium: apt-get install chromium")]
 pytest.importorskip("vl_convert", reason="the extra `report` is not installed: pip install -e '.[report]'")
 
 

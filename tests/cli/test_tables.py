@@ -68,9 +68,7 @@ def test_a_candidate_of_one_problem_only_stays_in_its_table() -> None:
     assert refused_by_all([explained(("triton", "unsupported", CUDA)), explained()]) == {}
 
 
-def test_profile_prints_a_line_per_problem_and_all_candidates_if_verbose(
-    measured: tuple[Path, dict[str, Any]],
-) -> None:
+def test_profile_prints_a_line_per_problem_and_all_candidates_if_verbose(measured: tuple[Path, dict[str, Any]]) -> None:
     folder, printed = measured
     short, whole = (command(folder, "profile", *TWO, "--quick", *more).stdout for more in ((), ("--verbose",)))
     assert (short.count("not for this machine or these problems:"), short.count(" need CUDA: ")) == (1, 1)

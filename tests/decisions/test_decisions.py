@@ -27,7 +27,8 @@ from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.tuning import candidates
 from tests.support import processes
-from tests.support.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status
+from tests.support.calls import BUILT_IN, Plugin, close, counted, forget, formula, qkv, status, threads
+from tests.support.fakes import raising
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -132,8 +133,8 @@ def test_concurrent_threads_measure_a_problem_once() -> None:
         out: Tensor = attend(q, k, v, is_causal=True)
         return out
 
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(first_call, range(4)))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(first_call, range(4)))
     assert counted(measured=1)
     assert all(torch.equal(out, found[0]) for out in found)
     assert close(found[0], formula(q, k, v, Dense(is_causal=True))[0])
@@ -208,11 +209,8 @@ def test_off_does_not_use_the_store(set_mode: Callable[[str], None], monkeypatch
     forget()
     set_mode("off")
 
-    def touched(*args: object) -> None:
-        raise AssertionError("the store was used")
-
-    monkeypatch.setattr(Store, "get", touched)
-    monkeypatch.setattr(Store, "put", touched)
+    for name in ("get", "put"):
+        monkeypatch.setattr(Store, name, raising(AssertionError("the store was used")))
     attend(q, k, v)
     assert explain(q, k, v).source == "heuristic"
     assert counted(heuristic=1)
@@ -277,16 +275,12 @@ def test_a_decision_that_cannot_run_now_stays_on_disk(set_mode: Callable[[str], 
 
 def test_another_number_of_threads_is_another_machine() -> None:
     q, k, v = qkv()
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         attend(q, k, v)
-        torch.set_num_threads(2)
+    with threads(2):
         assert explain(q, k, v).source == "heuristic"
         attend(q, k, v)
         assert counted(measured=2)
-    finally:
-        torch.set_num_threads(threads)
 
 
 # --- calls by ranks ---------------------------------------------------------------------------------------------------

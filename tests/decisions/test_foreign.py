@@ -7,21 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import torch
+from msgspec.structs import replace
 
 from attn_dispatch import attend, cli, explain, profile
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.spec.shapes import problem_of
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import folder
 from attn_dispatch.store.bundle import write_bundle
 from attn_dispatch.store.decision import Decision, Row, encode
 from attn_dispatch.store.folder import Store
 from tests.support.calls import counted, later, qkv
 from tests.support.ordered import stored
-from tests.support.planted import wrong_out
+from tests.support.planted import Fault, right, wrong_out
 from tests.support.timed import Machine, row
 
 
@@ -53,6 +51,13 @@ def give(decision: Decision, tmp_path: Path) -> None:
     assert cli.main(["import", str(path)]) == 0
 
 
+def give_b(installed: Machine, tmp_path: Path, takes_ms: float = 1, fault: Fault = right, version: str = "1") -> None:
+    """A decision for "b", measured there with a version, and what it takes here."""
+    given = elsewhere(installed, "b", b=1)
+    installed.add("b", takes_ms, fault=fault)
+    give(replace(given, candidates=tuple(replace(each, version=version) for each in given.candidates)), tmp_path)
+
+
 def ship(decision: Decision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{decision.silicon}.json").write_bytes(write_bundle([decision]))
     monkeypatch.setattr(folder, "package_files", lambda name: tmp_path)
@@ -62,9 +67,7 @@ def ship(decision: Decision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_one_that_holds_is_used_after_a_few_calls(
     installed: Machine, tmp_path: Path, warnings: Callable[[], list[str]]
 ) -> None:
-    given = elsewhere(installed, "b", b=1)
-    installed.add("b", 1)
-    give(given, tmp_path)
+    give_b(installed, tmp_path)
     assert explain(*qkv()).source == "imported"
     assert "imported, not yet checked here" in str(explain(*qkv()))
     attend(*qkv())
@@ -76,9 +79,7 @@ def test_one_that_holds_is_used_after_a_few_calls(
 
 
 def test_no_later_process_checks_again(installed: Machine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given = elsewhere(installed, "b", b=1)
-    installed.add("b", 1)
-    give(given, tmp_path)
+    give_b(installed, tmp_path)
     attend(*qkv())
     installed.restart(knows_nothing=True)
     caplog.set_level(logging.INFO, "attn_dispatch")
@@ -91,11 +92,7 @@ def test_no_later_process_checks_again(installed: Machine, tmp_path: Path, caplo
 
 @pytest.mark.parametrize("how", ["imported", "shipped"])
 def test_a_slower_one_is_measured_instead(
-    how: str,
-    installed: Machine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    warnings: Callable[[], list[str]],
+    how: str, installed: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     given = elsewhere(installed, "c", c=1)
     if how == "imported":
@@ -114,9 +111,7 @@ def test_a_slower_one_is_measured_instead(
 
 
 def test_within_a_tenth_it_is_believed(installed: Machine, tmp_path: Path) -> None:
-    given = elsewhere(installed, "b", b=1)
-    installed.add("b", 4.3)
-    give(given, tmp_path)
+    give_b(installed, tmp_path, 4.3)
     attend(*qkv())
     assert counted(imported=1)
 
@@ -124,9 +119,7 @@ def test_within_a_tenth_it_is_believed(installed: Machine, tmp_path: Path) -> No
 def test_a_slow_first_call_is_not_what_counts(
     installed: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = elsewhere(installed, "b", b=1)
-    installed.add("b", 4)
-    give(given, tmp_path)
+    give_b(installed, tmp_path, 4)
     backend, run = installed.by_name["b"], installed.by_name["b"].run
 
     def first_slow(*tensors: Any, **masks: Any) -> Any:
@@ -148,10 +141,7 @@ def test_the_static_choice_runs_the_hard_cases_alone(installed: Machine, tmp_pat
 
 
 def test_wrong_results_are_found(installed: Machine, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
-    given = elsewhere(installed, "b", b=1)
-    installed.add("b", 1)
-    installed.by_name["b"].compute = wrong_out
-    give(given, tmp_path)
+    give_b(installed, tmp_path, fault=wrong_out)
     attend(*qkv())
     assert explain(*qkv()).choice == "a"
     assert row("b").status in ("incorrect", "quarantined")
@@ -194,16 +184,9 @@ def test_no_time_for_a_check(installed: Machine, tmp_path: Path, monkeypatch: py
     assert explain(*qkv()).choice == "a"
 
 
-def outdated(decision: Decision) -> Decision:
-    rows = tuple(msgspec.structs.replace(each, version="0") for each in decision.candidates)
-    return msgspec.structs.replace(decision, candidates=rows)
-
-
 def test_versions_that_another_machine_measured_with(installed: Machine, tmp_path: Path) -> None:
     """They say which compiler it had, too. What a later version here does is checked again."""
-    given = outdated(elsewhere(installed, "b", b=1))
-    installed.add("b", 1)
-    give(given, tmp_path)
+    give_b(installed, tmp_path, version="0")
     attend(*qkv())
     assert counted(imported=1)
     installed.restart(knows_nothing=True)
@@ -220,13 +203,9 @@ def test_versions_that_another_machine_measured_with(installed: Machine, tmp_pat
 def test_what_failed_on_another_machine_is_not_tried_first(installed: Machine, tmp_path: Path) -> None:
     given = elsewhere(installed, "b", b=1)
     installed.add("b", 1)
-    rows = [
-        msgspec.structs.replace(each, status="failed", median_ms=None, measured="2020-01-01T00:00:00+00:00")
-        if each.backend == "c"
-        else each
-        for each in given.candidates
-    ]
-    give(msgspec.structs.replace(given, candidates=tuple(rows)), tmp_path)
+    failed = {"status": "failed", "median_ms": None, "measured": "2020-01-01T00:00:00+00:00"}
+    rows = tuple(replace(each, **failed) if each.backend == "c" else each for each in given.candidates)
+    give(replace(given, candidates=rows), tmp_path)
     attend(*qkv())
     assert counted(imported=1)
     assert installed.by_name["c"].calls == 0
@@ -246,9 +225,7 @@ def test_predictions_do_not_rest_on_what_is_unconfirmed(
 
 
 def test_predictions_rest_on_what_is_confirmed(installed: Machine, tmp_path: Path) -> None:
-    given = elsewhere(installed, "b", b=1)
-    installed.add("b", 1)
-    give(given, tmp_path)
+    give_b(installed, tmp_path)
     attend(*qkv(300))  # reads the evidence
     attend(*qkv())
     attend(*qkv(17))
@@ -270,8 +247,8 @@ def test_own_measurements_stay(installed: Machine, tmp_path: Path) -> None:
     given = elsewhere(installed, "c", c=1)
     attend(*qkv())
     own = encode(stored())
-    rows = tuple(msgspec.structs.replace(each, measured=later()) for each in given.candidates)
-    give(msgspec.structs.replace(given, created=later(), candidates=rows), tmp_path)
+    rows = tuple(replace(each, measured=later()) for each in given.candidates)
+    give(replace(given, created=later(), candidates=rows), tmp_path)
     assert encode(stored()) == own
 
 
@@ -281,7 +258,7 @@ def test_a_candidate_that_only_others_measured_is_measured(
     """A row of another machine in one's own decision keeps no candidate from its trial."""
     attend(*qkv())
     row_of_d = Row(backend="d", order="natural", status="slower", version="1", median_ms=99.0, measured=later())
-    give(msgspec.structs.replace(stored(), candidates=(*stored().candidates, row_of_d)), tmp_path)
+    give(replace(stored(), candidates=(*stored().candidates, row_of_d)), tmp_path)
     assert (stored().origin, row("d").origin) == ("", "imported")
     installed.restart(knows_nothing=True)
     installed.add("d", 1)
@@ -292,8 +269,6 @@ def test_a_candidate_that_only_others_measured_is_measured(
 
 def test_profile_measures_it(installed: Machine, tmp_path: Path) -> None:
     give(elsewhere(installed, "c", c=1), tmp_path)
-    (found,) = profile(
-        [problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"))], budget_s=3.0, progress=False
-    )
+    (found,) = profile([Problem.of(*qkv())], budget_s=3.0, progress=False)
     assert (found.choice, found.source) == ("a", "measured")
     assert stored().origin == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,9 @@ from attn_dispatch.tuning import gate, race
 from tests.decisions.test_foreign import give
 from tests.support import planted
 from tests.support.calls import close, counted, forget, formula, qkv
-from tests.support.ordered import stored
+from tests.support.fakes import raising
+from tests.support.ordered import DISTURBED, stored
 from tests.support.timed import ENOUGH, MS, Machine, Timed, call_until_measured, row
-
-DISTURBED = "other programs took the cores while it was measured"
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -81,8 +81,7 @@ def test_the_decision_is_right_stored_and_used_from_then_on(machine: Machine) ->
     assert (decision.choice, decision.source) == ("b", "measured")
     assert counted(heuristic=1, measured=1)
     before = machine.calls()
-    attend(*qkv())
-    attend(*qkv())
+    call(2)
     assert machine.calls() == before | {"b": before["b"] + 2}
     (route,) = routes.routes.values()
     assert route.run.__name__ != "sampled_run", "a hit costs what it costs in other modes"
@@ -231,23 +230,14 @@ def test_nothing_is_measured_while_traced_or_captured(machine: Machine, monkeypa
 
 
 def test_two_threads_measure_once(machine: Machine) -> None:
-    failures: list[Exception] = []
+    def calls(_: int) -> None:
+        for _ in range(ENOUGH):
+            attend(*qkv())
+            if decisions():
+                return
 
-    def calls() -> None:
-        try:
-            for _ in range(ENOUGH):
-                attend(*qkv())
-                if decisions():
-                    return
-        except Exception as error:  # noqa: BLE001 - shown by the main thread
-            failures.append(error)
-
-    threads = [threading.Thread(target=calls) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(calls, range(2)))
     assert counters()["measured"] == 1
     assert choice() == stored().choice, "either: the other thread's calls move the clock too"
 
@@ -271,10 +261,7 @@ def test_a_forked_child_keeps_the_guess(machine: Machine) -> None:
 def test_a_failing_slice_never_reaches_the_caller(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    def fail(*given: Any) -> None:
-        raise RuntimeError("no luck")
-
-    monkeypatch.setattr(gate.Gate, "admit", fail)
+    monkeypatch.setattr(gate.Gate, "admit", raising(RuntimeError("no luck")))
     call(300)
     assert machine.calls() == {"a": 300, "b": 0, "c": 0}
     assert any("was given up: RuntimeError: no luck" in text for text in warnings())
@@ -282,10 +269,7 @@ def test_a_failing_slice_never_reaches_the_caller(
 
 
 def test_a_lost_device_is_reported(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(*given: Any) -> None:
-        raise BackendFailed("the device is lost")
-
-    monkeypatch.setattr(gate.Gate, "admit", lose)
+    monkeypatch.setattr(gate.Gate, "admit", raising(BackendFailed("the device is lost")))
     with pytest.raises(BackendFailed, match="the device is lost"):
         call_until_measured()
 
@@ -294,12 +278,11 @@ def test_a_trial_of_tensors_too_large_to_be_held_is_given_up(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(online, "HELD_SHARE", 0.0)
-    for _ in range(600):
-        attend(*qkv())
+    call(600)
     (text,) = warnings()
     assert "was given up: MemoryError: its tensors need" in text
     assert not online._trials
-    assert list(Store(cache_folder()).all()) == []
+    assert not decisions()
 
 
 def test_random_numbers_are_as_without_a_trial(machine: Machine) -> None:
@@ -325,8 +308,7 @@ def test_profile_ends_a_trial(machine: Machine) -> None:
     call(8)
     profile([Problem.of(*qkv())], budget_s=60.0, progress=False)
     before = machine.calls()
-    for _ in range(100):
-        attend(*qkv())
+    call(100)
     assert machine.calls() == before | {"b": before["b"] + 100}
     assert counters()["measured"] == 1
 
@@ -429,10 +411,7 @@ def test_a_candidate_that_proves_too_slow_for_a_step_is_called_once(machine: Mac
 def test_a_lack_of_memory_ends_a_trial_with_one_warning(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    def run_out(*given: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(race.Race, "choose", run_out)
+    monkeypatch.setattr(race.Race, "choose", raising(MemoryError()))
     exact = formula(*qkv(), Dense())[0]
     for _ in range(600):
         assert close(attend(*qkv()), exact)
@@ -440,7 +419,7 @@ def test_a_lack_of_memory_ends_a_trial_with_one_warning(
     assert text.startswith("not measured, too little memory for a trial: ")
     assert counted(heuristic=1), "the guess stays"
     assert not online._trials
-    assert not list(Store(cache_folder()).all())
+    assert not decisions()
     assert Quarantine(cache_folder(), silicon("cpu")).entries() == []
 
 

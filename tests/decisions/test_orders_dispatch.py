@@ -15,10 +15,9 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Quarantine
 from tests.support.calls import counted, forget, qkv
-from tests.support.ordered import HILBERT, NATURAL, OTHER, RESIDUE, Installed, right, rows, stored
+from tests.support.ordered import HILBERT, NATURAL, OTHER, RESIDUE, Installed, replace_stored, right, rows, stored
 
 pytestmark = pytest.mark.usefixtures("little_time")
 
@@ -116,10 +115,7 @@ def test_an_order_skipped_for_time_is_measured_later(installed: Installed) -> No
     attend(*qkv())
     late = [msgspec.structs.replace(row, status="not_measured", median_ms=None, low_ms=None, high_ms=None, need_ms=1)
             if row.id == NATURAL else row for row in stored().candidates]  # fmt: skip
-    decision = msgspec.structs.replace(stored(), candidates=tuple(late), budget_ms=0.5)
-    for path, _ in list(Store(cache_folder()).all()):
-        path.unlink()
-    Store(cache_folder()).put(decision)
+    replace_stored(candidates=tuple(late), budget_ms=0.5)
     installed.restart()
     attend(*qkv())
     assert installed.tiled.orders_run() == {None, "hilbert"}

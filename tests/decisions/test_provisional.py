@@ -6,7 +6,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import msgspec
 import pytest
 
 from attn_dispatch import attend, explain, profile
@@ -16,21 +15,11 @@ from attn_dispatch.machine import load
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store import passed
-from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning import gate
 from tests.support.calls import counted, forget, forget_all, qkv
-from tests.support.ordered import stored
-
-DISTURBED = "other programs took the cores while it was measured"
+from tests.support.ordered import DISTURBED, replace_stored, stored
 
 pytestmark = pytest.mark.usefixtures("little_time")
-
-
-def replace_stored(**changes: Any) -> None:
-    decision = stored()
-    for path, _ in list(Store(cache_folder()).all()):
-        path.unlink()
-    Store(cache_folder()).put(msgspec.structs.replace(decision, **changes))
 
 
 def test_measured_beside_other_programs_and_again_on_a_calm_machine(
@@ -68,8 +57,7 @@ def test_profile_measures_a_provisional_decision_again(busy: Callable[[bool], No
 
 
 @pytest.mark.parametrize(
-    ("attempts", "minutes_ago", "again"),
-    [(1, 0, True), (2, 9, False), (3, 41, True), (6, 10**6, False)],
+    ("attempts", "minutes_ago", "again"), [(1, 0, True), (2, 9, False), (3, 41, True), (6, 10**6, False)]
 )
 def test_again_with_growing_pauses_and_not_for_ever(
     attempts: int, minutes_ago: int, again: bool, busy: Callable[[bool], None]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
 import pytest
-import torch
+from msgspec.structs import replace
 
 from attn_dispatch import attend, explain, profile
 from attn_dispatch.decisions import look_up
 from attn_dispatch.errors import NotDecided
 from attn_dispatch.settings import cache_folder
-from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning.candidates import Request
@@ -46,8 +43,8 @@ def test_unchanged_candidates_are_not_measured(installed: Machine) -> None:
 
 def test_a_row_of_an_earlier_trial_is_compared_anew(installed: Machine) -> None:
     before = stored()
-    rows = [msgspec.structs.replace(each, open=each.backend == "c") for each in before.candidates]
-    assert Store(cache_folder()).put(msgspec.structs.replace(before, candidates=tuple(rows)))
+    rows = [replace(each, open=each.backend == "c") for each in before.candidates]
+    assert Store(cache_folder()).put(replace(before, candidates=tuple(rows)))
     installed.restart()
     installed.add("b", 1, "2")
     attend(*qkv())
@@ -164,20 +161,16 @@ def test_a_candidate_skipped_for_time(need_ms: float, budget_ms: float, tried: b
     """It is measured as soon as the budget suffices, and not again in the same time."""
     skipped = Row(backend="b", order="natural", status="not_measured", version="1", need_ms=need_ms, measured=later())
     rows = tuple(skipped if row.backend == "b" else row for row in stored().candidates)
-    Store(cache_folder()).put(msgspec.structs.replace(stored(), candidates=rows, created=later(), budget_ms=budget_ms))
+    Store(cache_folder()).put(replace(stored(), candidates=rows, created=later(), budget_ms=budget_ms))
     installed.add("b", 1)
     attend(*qkv())
     assert ("b" in installed.called()) == tried
 
 
-def problem() -> Problem:
-    return problem_of((1, 16, 2, 8), Dense(), torch.float32, torch.device("cpu"))
-
-
 def test_profile_measures_again_if_forced(installed: Machine) -> None:
-    profile([problem()], budget_s=3.0, progress=False)
+    profile([Problem.of(*qkv())], budget_s=3.0, progress=False)
     assert installed.called() == set()
-    profile([problem()], budget_s=3.0, progress=False, force=True)
+    profile([Problem.of(*qkv())], budget_s=3.0, progress=False, force=True)
     assert installed.called() == {"a", "b", "c"}
 
 
@@ -202,5 +195,5 @@ def test_within_a_process_only_profile_changes_a_decision(installed: Machine) ->
     attend(*qkv())
     attend(*qkv()[:2], qkv()[2].clone().transpose(1, 2).contiguous().transpose(1, 2))  # another problem
     assert status(explain(*qkv()), "a") == "chosen"
-    profile([problem()], budget_s=3.0, progress=False)
+    profile([Problem.of(*qkv())], budget_s=3.0, progress=False)
     assert explain(*qkv()).choice == "b"

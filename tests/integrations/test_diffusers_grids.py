@@ -175,10 +175,7 @@ def calling(text: int, mask: Tensor | None, **more: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "Wan's grid": (
-        lambda: running(diffusion.wan(), (2, 4, 4)),
-        r"\(2, 4, 4\) holds 32 tokens, but the sequence",
-    ),
+    "Wan's grid": (lambda: running(diffusion.wan(), (2, 4, 4)), r"\(2, 4, 4\) holds 32 tokens, but the sequence"),
     "Flux's grid": (lambda: running(diffusion.flux(), (4, 4)), r"grid \(4, 4\) holds 16 tokens, Flux has 24"),
     "single blocks": (lambda: running(diffusion.flux(num_layers=0), FLUX_GRID), "no double block before it said how"),
     "a backend": (lambda: running(diffusion.wan(), WAN_GRID, "native"), r'\("attn_dispatch"\), but WanAttnProcessor'),

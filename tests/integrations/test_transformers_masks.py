@@ -154,12 +154,7 @@ def test_masks_of_other_sizes(asked: list[str]) -> None:
     with pytest.raises(InvalidInput, match=r"the layer has \[6, 6, 12\] queries, keys and values"):
         integration.attention(module, q, k, v.repeat(1, 1, 2, 1), keys)
     assert keys[:, :, -0:, :].shape == keys.shape == (1, 1, 6, 6)
-    computing: list[Any] = [
-        lambda: keys[:, 0],
-        lambda: keys[..., :3],
-        lambda: torch.zeros(6) + keys,
-        lambda: ~keys,
-    ]
+    computing: list[Any] = [lambda: keys[:, 0], lambda: keys[..., :3], lambda: torch.zeros(6) + keys, lambda: ~keys]
     for compute in computing:
         with pytest.raises(InvalidInput, match="the model computes with its mask"):
             compute()

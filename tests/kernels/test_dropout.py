@@ -16,14 +16,13 @@ from attn_dispatch.dispatch import attend
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.testing.allocations import allocated_peak
 from attn_dispatch.testing.cases import Case
+from tests.support.calls import setting
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
 def _default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(request.param)
-    yield
-    torch.set_default_dtype(before)
+    with setting(torch.get_default_dtype, torch.set_default_dtype, request.param):
+        yield
 
 
 @pytest.mark.usefixtures("_default_dtype")

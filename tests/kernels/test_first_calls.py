@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,9 +31,8 @@ LONGNET = Dilated((16, 32), (1, 2))
 
 
 @pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _device(unknown_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda:0 is a Hopper with flash-attn 2 and 4; nothing is compiled yet."""
-    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
@@ -42,14 +40,9 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(device_cache, "_compiled", set())
-    for table in tables:
-        table.cache_clear()
     libraries.flash_attn_2(monkeypatch, [])
     libraries.modules(monkeypatch, flash_attn__cute={}, flash_attn__cute__interface={})
     installed(monkeypatch, {"flash-attn-4": "4.0.0b36", "flash-attn": "2.8.3"})
-    yield
-    for table in tables:
-        table.cache_clear()
 
 
 def problem_of(pattern: Pattern = LONGNET, *, needs_grad: bool = True, device: str = "cuda:0") -> Problem:
@@ -136,9 +129,6 @@ def test_kernels_that_serve_others_run_all_hard_cases(shares: bool, most: int, m
     """One token compiles other blocks: of a Dilated pattern it is the third case that does."""
     ran: list[str] = []
 
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, **tensors: torch.Tensor) -> Any:
-        return manual.run(q, k, v, problem, **tensors)
-
     def noted(self: HardCase, backend: Any, order: str = NATURAL) -> dict[str, torch.Tensor]:
         ran.append(self.name)
         return real(self, backend, order)
@@ -146,7 +136,7 @@ def test_kernels_that_serve_others_run_all_hard_cases(shares: bool, most: int, m
     real = HardCase.run
     monkeypatch.setattr(HardCase, "run", noted)
     members = {"name": "made-up", "first_call_ms": lambda problem: 1.0, "shares_builds": shares}
-    backend = adapted(SimpleNamespace(**members, run=run, refusals=lambda problem: []))
+    backend = adapted(SimpleNamespace(**members, run=manual.run, refusals=lambda problem: []))
     problem = replace(problem_of(device="cpu"), dtype=torch.float32)
     candidate: Any = SimpleNamespace(backend=backend, backend_and_order=(backend, NATURAL))
     gate = Gate(problem, Request.of(problem).address, None)

@@ -29,7 +29,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support.calls import forget_native_library
+from tests.support.calls import forget_native_library, setting
 from tests.support.cases import gate
 from tests.support.pairwise import crossed
 
@@ -58,16 +58,15 @@ def table_multiplicity(problem: Problem) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
-def test_tables_match_the_multiplicity(case: Case) -> None:
-    problem = case.problem(torch.float32, needs_grad=False)
+def is_exact(problem: Problem) -> bool:
     expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
-    assert torch.equal(table_multiplicity(problem), expected.expand(problem.heads, -1, -1).long())
+    return torch.equal(table_multiplicity(problem), expected.expand(problem.heads, -1, -1).long())
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.pattern, Dense | Window | Dilated)])
-def test_tables_fit_their_declared_bytes(case: Case) -> None:
+def test_tables_match_the_multiplicity_and_fit_their_declared_bytes(case: Case) -> None:
     problem = case.problem(torch.float32, needs_grad=False)
+    assert is_exact(problem)
     tables = native_tables(problem)
     assert tables.tiles.nbytes + tables.runs.nbytes <= native_table_bytes(problem) / 3
 
@@ -83,9 +82,7 @@ def test_tables_of_any_dilation(data: st.DataObject) -> None:
         data.draw(st.sampled_from(["mod", "block"])),
         data.draw(st.sampled_from(["all", "split"])),
     )
-    problem = problem_of(pattern, data.draw(st.integers(1, 150)))
-    expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
-    assert torch.equal(table_multiplicity(problem), expected.expand(problem.heads, -1, -1).long())
+    assert is_exact(problem_of(pattern, data.draw(st.integers(1, 150))))
 
 
 LONG = [
@@ -272,12 +269,8 @@ def test_a_compiler_that_fails(copying_compiler: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_a_changed_default_dtype(dtype: torch.dtype) -> None:
     expected = gate(Case("", Dilated((16, 32), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with setting(torch.get_default_dtype, torch.set_default_dtype, dtype):
         found = expected.run(NATIVE)
-    finally:
-        torch.set_default_dtype(before)
     assert expected.check(found).failures == ()
 
 

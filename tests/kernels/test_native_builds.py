@@ -26,14 +26,8 @@ from tests.support.native_driver import Program
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
-    "dense-tiles",
-    "dense-odd-head-dim",
-    "causal-both-masks",
-    "large-scores",
-    "window-sinks",
-    "longnet-ragged-causal",
-    "longnet-head-dim-not-last",
-    "neighborhood-2d-mixed",
+    *("dense-tiles", "dense-odd-head-dim", "causal-both-masks", "large-scores", "window-sinks"),
+    *("longnet-ragged-causal", "longnet-head-dim-not-last", "neighborhood-2d-mixed"),
 }
 CHOSEN = [case for case in CASES if case.id in NAMES]
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64", "qemu-aarch64-static")
@@ -61,9 +55,6 @@ def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ctypes.CDLL(str(tmp_path / "attention.so"))
     monkeypatch.setattr(library, "load", lambda: found)
     assert failures() == []
-
-
-# --- aarch64, emulated ------------------------------------------------------------------------------------------------
 
 
 def test_aarch64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,11 +94,8 @@ def test_states_fit_their_declared_bytes(name: str) -> None:
 
 def test_a_piece_without_keys_and_a_piece_with_infinite_scores() -> None:
     """The join of splits takes -inf for a split whose keys are all hidden."""
-    q, k, v = (
-        torch.ones(1, 1, 2, 8),
-        torch.ones(1, LONG, 1, 8),
-        torch.arange(LONG).float().view(1, -1, 1, 1) * torch.ones(8),
-    )
+    q, k = torch.ones(1, 1, 2, 8), torch.ones(1, LONG, 1, 8)
+    v = torch.arange(LONG).float().view(1, -1, 1, 1) * torch.ones(8)
     mask = torch.zeros(1, LONG, dtype=torch.bool)
     mask[0, -1] = True
     found, lse = attend(q, k, v, CAUSAL, key_mask=mask, backend="native", return_lse=True)

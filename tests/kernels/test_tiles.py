@@ -24,6 +24,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
+from tests.support.calls import threads
 from tests.support.cases import gate
 
 HEADS = 5
@@ -69,10 +70,7 @@ def problem_of(pattern: Pattern, q_len: int, k_len: int, heads: int = HEADS) -> 
 def table_multiplicity(table: TileTable, q_len: int, k_len: int) -> Tensor:
     """How many times each query sees each key, as one tensor."""
     queries, keys, tile = table.queries(), table.keys, table.tile
-    if table.masks is None:
-        pairs = pair_counts(table.branches, queries, keys)
-    else:
-        pairs = table.masks[table.mask]
+    pairs = pair_counts(table.branches, queries, keys) if table.masks is None else table.masks[table.mask]
     found = torch.zeros(len(table.q_pos) * tile, len(table.k_pos) * tile, dtype=torch.int32)
     for query, key, pair in zip(queries.tolist(), keys.tolist(), pairs):
         found[query * tile : (query + 1) * tile, key * tile : (key + 1) * tile] += pair
@@ -114,12 +112,9 @@ def test_tables_hold_nothing_redundant(pattern: Pattern) -> None:
 
 
 def test_useful_orders_have_fewer_tile_pairs() -> None:
-    pairs = {
-        order: tables_of(problem_of(NEIGHBORS, 4096, 4096), order, 64)[0].pairs for order in ("natural", "hilbert")
-    }
-    assert pairs["hilbert"] < pairs["natural"] * 2 / 3
-    pairs = {order: tables_of(problem_of(LONGNET, 4096, 4096), order, 64)[0].pairs for order in ("natural", "residue")}
-    assert pairs["residue"] < pairs["natural"] / 2
+    for pattern, order, share in ((NEIGHBORS, "hilbert", 2 / 3), (LONGNET, "residue", 1 / 2)):
+        natural, other = (tables_of(problem_of(pattern, 4096, 4096), each, 64)[0] for each in ("natural", order))
+        assert other.pairs < natural.pairs * share
 
 
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET, Dense(), Window(100, 7)], ids=str)
@@ -144,26 +139,13 @@ def test_tables_are_cached_until_forgotten() -> None:
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-IN_ORDERS = (
-    "dense-grouped",
-    "causal",
-    "causal-both-masks",
-    "causal-rows-without-keys",
-    "window-ahead",
-    "window-key-mask",
-    "longnet-ragged-causal",
-    "longnet-grouped-uneven",
-    "longnet-split",
-    "longnet-both-masks",
-    "uncovered-rows",
-    "same-branch-twice",
-    "neighborhood-2d-shift",
-    "neighborhood-2d-mixed",
-    "neighborhood-stride-mixed",
-    "neighborhood-1d-stride-causal",
-    "neighborhood-3d",
-    "neighborhood-key-mask",
+IDS = (
+    *("dense-grouped", "causal", "causal-both-masks", "causal-rows-without-keys", "window-ahead", "window-key-mask"),
+    *("longnet-ragged-causal", "longnet-grouped-uneven", "longnet-split", "longnet-both-masks", "uncovered-rows"),
+    *("same-branch-twice", "neighborhood-2d-shift", "neighborhood-2d-mixed", "neighborhood-stride-mixed"),
+    *("neighborhood-1d-stride-causal", "neighborhood-3d", "neighborhood-key-mask"),
 )
+IN_ORDERS = pytest.mark.parametrize("case", [case for case in CASES if case.id in IDS], ids=lambda case: case.id)
 
 
 class Tiled(Backend):
@@ -182,14 +164,14 @@ def failures(case: Case, order: str, tile: int, dtype: torch.dtype = torch.float
     return expected.check(expected.run(Tiled(order, tile))).failures
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
+@IN_ORDERS
 def test_results_in_every_order(case: Case) -> None:
     for order, tile in zip(ORDERS, (32, 8, 16), strict=True):
         assert failures(case, order, tile) == (), (order, tile)
     assert failures(case, "hilbert", 16, torch.bfloat16) == ()
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
+@IN_ORDERS
 def test_reordered_tokens(case: Case) -> None:
     """Nothing is permuted, whatever the requested order; masks go by place in the tensors."""
     if case.k_len is not None and case.k_len != case.shape[1]:
@@ -202,7 +184,7 @@ def test_reordered_tokens(case: Case) -> None:
         assert failures(moved, order, 16) == (), (stored, order)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.id in IN_ORDERS], ids=lambda case: case.id)
+@IN_ORDERS
 def test_masks_computed_in_every_call(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MASK_BYTES", 0)
     monkeypatch.setattr(tile_math, "CHUNK_BYTES", 0)  # one query tile per call
@@ -212,16 +194,14 @@ def test_masks_computed_in_every_call(case: Case, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET], ids=str)
 def test_threads_are_deterministic(pattern: Pattern) -> None:
     """Bitwise equal in every run, and equal to one thread."""
-    threads = torch.get_num_threads()
     problem = replace(problem_of(pattern, 4096, 4096), needs_grad=True)
     example = make(problem)
     inputs = (example.q, example.k, example.v)
     found = []
     for number in (1, 3, 3):
-        torch.set_num_threads(number)
-        out, lse = backend.run(*inputs, problem, tile=64)
-        found.append((out, lse, *torch.autograd.grad((out.square().sum(), lse.sum()), inputs)))
-    torch.set_num_threads(threads)
+        with threads(number):
+            out, lse = backend.run(*inputs, problem, tile=64)
+            found.append((out, lse, *torch.autograd.grad((out.square().sum(), lse.sum()), inputs)))
     for one, two, three in zip(*found):
         assert torch.equal(one, two)
         assert torch.equal(two, three)

@@ -125,9 +125,6 @@ def test_sizes_of_a_pattern_have_buckets() -> None:
     assert len({of(left=None), of(left=0), of(left=1), of(left=2), of(left=255), of(left=511)}) == 6
 
 
-# --- kriging ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_estimate_equals_the_dense_solution() -> None:
     chance = random.Random(0)
     points = [[chance.uniform(-3, 3) for _ in range(3)] for _ in range(9)]

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from attn_dispatch.learning.speedups import (
-    all_series,
-    family_distance,
-    family_of,
-    family_title,
-    speedups_of,
-)
+from attn_dispatch.learning.speedups import all_series, family_distance, family_of, family_title, speedups_of
 from attn_dispatch.store.decision import Row
 from tests.support.crossovers import HILBERT, LENGTHS, NATURAL, RESIDUE, crossing, grid, measured, planted
 

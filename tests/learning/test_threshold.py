@@ -36,9 +36,6 @@ def limits(*factors: tuple[int, float] | tuple[int, float, float, float]) -> tup
     return found.tokens, found.low, found.high
 
 
-# --- synthetic speed-ups with noise -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokens", [1000, 3000, 10_000, 40_000])
 @pytest.mark.parametrize("slope", [0.15, 0.5])
 def test_planted_crossovers_are_found_within_an_octave(tokens: int, slope: float) -> None:

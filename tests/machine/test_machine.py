@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from attn_dispatch.machine import devices, hardware, memory
 from tests.support import fakes
-from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, write
+from tests.support.calls import threads
+from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, raising, write
 
 INTEL_AMX = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -60,12 +61,7 @@ def cpu_from(tmp_path: Path, cpuinfo: str) -> hardware.Cpu:
 @pytest.mark.parametrize(
     ("cpuinfo", "sets", "model", "dtype"),
     [
-        (
-            INTEL_AMX,
-            "amx_bf16 avx2 avx512 avx512_bf16 avx512_fp16",
-            "Intel(R) Xeon(R) Platinum 8480+",
-            "bfloat16",
-        ),
+        (INTEL_AMX, "amx_bf16 avx2 avx512 avx512_bf16 avx512_fp16", "Intel(R) Xeon(R) Platinum 8480+", "bfloat16"),
         (AMD_ZEN3, "avx2", "AMD EPYC Processor family 25 model 1", "float32"),
         (ARM_V1, "bf16 fp16 neon sve", "ARM 0x41-0xd40", "bfloat16"),
     ],
@@ -181,9 +177,7 @@ def test_mig_is_seen(monkeypatch: pytest.MonkeyPatch, device: SimpleNamespace, b
 
 @pytest.mark.parametrize("broken", ["missing", "init", "driver"])
 def test_without_nvml_torch_alone_describes(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    def fail() -> None:
-        raise FakeNvmlError("Unknown Error")
-
+    fail = raising(FakeNvmlError("Unknown Error"))
     fake_cuda(monkeypatch, H100)
     nvml = fake_nvml(monkeypatch, {})
     if broken == "missing":
@@ -248,15 +242,9 @@ def test_silicon_is_a_short_slug(model: str, total: int, mig: bool) -> None:
 def test_threads_change_the_cpu_fingerprint() -> None:
     before = torch.get_num_threads()
     first = hardware.silicon("cpu")
-    try:
-        torch.set_num_threads(before + 1)
+    with threads(before + 1):
         assert hardware.silicon("cpu") == first.replace(f"-{before}t", f"-{before + 1}t") != first
         assert hardware.hardware().cpu.threads == before + 1
-    finally:
-        torch.set_num_threads(before)
-
-
-# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 def test_real_machine() -> None:

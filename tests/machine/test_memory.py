@@ -24,6 +24,7 @@ from tests.support.fakes import (
     fake_cuda,
     fake_nvml,
     pluggable_allocator,
+    raising,
     write,
 )
 
@@ -147,11 +148,9 @@ def test_a_pluggable_allocator_is_neither_asked_nor_capped(
 
 
 def test_an_error_of_the_device_is_no_pluggable_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(index: int) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
     fake_cuda(monkeypatch, H100)
-    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", fail)
+    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", raising(error))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         memory.available_bytes("cuda:0")
 

@@ -128,13 +128,8 @@ def test_what_is_refused() -> None:
         ours.DilatedAttention(SEGMENTS, RATES, like_fkodom=True)(x, x, x)
 
 
-# --- the library itself -----------------------------------------------------------------------------------------------
-
-
 @crossed(
-    heads=(3, 7, 8),
-    branches=(((8, 16), (1, 2)), ((8, 12), (3, 2)), ((4, 8, 16), (1, 2, 4))),
-    is_causal=(False, True),
+    heads=(3, 7, 8), branches=(((8, 16), (1, 2)), ((8, 12), (3, 2)), ((4, 8, 16), (1, 2, 4))), is_causal=(False, True)
 )
 def test_attention_is_equal(theirs: Any, heads: int, branches: Any, is_causal: bool) -> None:
     """Quotients by sums near 0 are large: errors are relative to them."""

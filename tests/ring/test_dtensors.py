@@ -30,17 +30,9 @@ WHERE: dict[str, tuple[Any, ...]] = {
     "tokens": (Replicate(), Shard(1)),
     "heads and tokens": (Shard(2), Shard(1)),
 }
-PATTERNS: tuple[Pattern, ...] = (
-    Dense(is_causal=True),
-    Window(5, 0),
-    Dilated((6, 12), (1, 2), is_causal=True),
-)
+PATTERNS: tuple[Pattern, ...] = (Dense(is_causal=True), Window(5, 0), Dilated((6, 12), (1, 2), is_causal=True))
 
-
-@pytest.fixture(autouse=True)
-def _no_trials(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("short_trials", "no_trials")
 
 
 @cache

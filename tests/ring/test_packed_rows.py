@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -37,11 +36,7 @@ DOCUMENTS = {
     "whole": torch.arange(LENGTH).div(15, rounding_mode="floor").expand(2, -1),
 }
 
-
-@pytest.fixture(autouse=True)
-def _no_trials(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("short_trials", "no_trials")
 
 
 def right(
@@ -52,10 +47,7 @@ def right(
     q, k, v = tensors()
     mask = torch.arange(LENGTH).expand(2, -1) % 7 != 2 if masked else None
     generator = torch.Generator().manual_seed(1)
-    out_weight, lse_weight = (
-        torch.randn(q.shape, generator=generator),
-        torch.randn(2, HEADS, LENGTH, generator=generator),
-    )
+    out_weight, lse_weight = (torch.randn(size, generator=generator) for size in (q.shape, (2, HEADS, LENGTH)))
     local = [shard(x.detach(), mesh).requires_grad_() for x in (q, k, v)]
     given: Any = local if layout == "bnhd" else [x.transpose(1, 2) for x in local]
     own = None if mask is None else shard(mask, mesh)

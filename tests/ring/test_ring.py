@@ -87,12 +87,7 @@ def run(ranks: Ranks, case: Case, dtype: torch.dtype, layout: Layout, exchange: 
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-@crossed(
-    lambda case, size: {"size": size},
-    lambda case, size: case not in SHARED[::6],
-    case=SHARED,
-    size=(2, 3, 4),
-)
+@crossed(lambda case, size: {"size": size}, lambda case, size: case not in SHARED[::6], case=SHARED, size=(2, 3, 4))
 def test_conformance(ranks: Ranks, case: Case, size: int) -> None:
     """Out, lse and gradients through both, for every layout and exchange. Few lengths are multiples of the ranks."""
     problem = case.problem(torch.float32, needs_grad=True)
@@ -119,12 +114,7 @@ def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype
 
 
 @pytest.mark.full
-@crossed(
-    lambda name, size: {"size": size},
-    lambda name, size: name not in IN_BLOCKS[1::2],
-    name=IN_BLOCKS,
-    size=(2, 3),
-)
+@crossed(lambda name, size: {"size": size}, lambda name, size: name not in IN_BLOCKS[1::2], name=IN_BLOCKS, size=(2, 3))
 def test_conformance_piece_by_piece(ranks: Ranks, name: str, size: int) -> None:
     """Like shards of long sequences: rows are received in many messages and computed on in blocks."""
     problem = BY_ID[name].problem(torch.float32, needs_grad=True)

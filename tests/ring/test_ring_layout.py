@@ -90,11 +90,7 @@ def test_every_token_is_on_one_rank(kind: str, lengths: tuple[int, ...]) -> None
 
 def test_chunks_of_layouts() -> None:
     assert Layout((3, 2), CONTIGUOUS).chunks == ((range(3),), (range(3, 5),))
-    assert Layout((4, 3, 1), ZIGZAG).chunks == (
-        (range(2), range(6, 8)),
-        (range(2, 4), range(5, 6)),
-        (range(4, 5),),
-    )
+    assert Layout((4, 3, 1), ZIGZAG).chunks == ((range(2), range(6, 8)), (range(2, 4), range(5, 6)), (range(4, 5),))
 
 
 @pytest.mark.parametrize(
@@ -190,12 +186,7 @@ def test_parts_add_up_to_the_definition(pattern: Pattern, tokens: int, heads: in
             assert torch.equal(found, pattern.multiplicity(tokens, heads=heads, q_pos=own))
 
 
-@crossed(
-    lambda case, rows: {"rows": rows},
-    lambda case, rows: case not in SHARED[1::6],
-    case=SHARED,
-    rows=(3, 8),
-)
+@crossed(lambda case, rows: {"rows": rows}, lambda case, rows: case not in SHARED[1::6], case=SHARED, rows=(3, 8))
 def test_blocks_add_up_to_the_definition(case: tuple[Pattern, int, int, int], rows: int) -> None:
     with blocks_of(rows):
         test_parts_add_up_to_the_definition(*case)

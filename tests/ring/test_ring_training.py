@@ -19,11 +19,7 @@ from tests.support.calls import close, formula
 from tests.support.ring_calls import changed, part, tensors
 from tests.support.ring_ranks import Ranks
 
-
-@pytest.fixture(autouse=True)
-def _short_trials(little_time: None, monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]) -> None:
-    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
-    set_mode("off")
+pytestmark = pytest.mark.usefixtures("short_trials", "no_trials")
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
@@ -154,9 +150,6 @@ def test_a_default_device(ranks: Ranks, pattern: Pattern, order: str | None, set
     assert ranks.everywhere(with_another_default, pattern, order, ranks=2) == [True] * 2
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
     """A job: whether gradients are bit-identical with a checkpoint around the call, and whether they are nonzero."""
     mesh = Sharded(ring_ranks.group(), "zigzag")
@@ -180,9 +173,6 @@ def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("layer", ["last", "first"])
 def test_checkpoints(ranks: Ranks, order: str, layer: str) -> None:
     assert ranks.everywhere(checkpointed, order, layer, ranks=2) == [(True, True)] * 2
-
-
-# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):

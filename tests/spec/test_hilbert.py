@@ -52,9 +52,6 @@ def test_large_and_long_grids(grid: Grid) -> None:
     assert faults(curve(grid), grid) == []
 
 
-# --- known curves -----------------------------------------------------------------------------------------------------
-
-
 def quarter_by_quarter(side: int) -> list[tuple[int, int]]:
     """Hilbert's curve by its definition: four curves of half the side, the first and the last transposed."""
     if side == 1:

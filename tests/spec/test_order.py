@@ -14,16 +14,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.spec.groups import title
 from attn_dispatch.spec.hilbert import curve
-from attn_dispatch.spec.orders import (
-    EXCHANGES,
-    ORDERS,
-    Reordered,
-    _permutation,
-    check,
-    permutation,
-    places,
-    serves,
-)
+from attn_dispatch.spec.orders import EXCHANGES, ORDERS, Reordered, _permutation, check, permutation, places, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from tests.support.calls import qkv
@@ -198,9 +189,6 @@ def test_invalid_reordered(make: Any, message: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         make()
     assert message in str(raised.value)
-
-
-# --- computed ---------------------------------------------------------------------------------------------------------
 
 
 def by_hand(x: Tensor, order: str, pattern: Pattern) -> Tensor:

@@ -17,10 +17,11 @@ import pytest
 from attn_dispatch.store import quarantine
 from attn_dispatch.store.quarantine import Quarantine, crash_marker, place_of
 from tests.support import processes
-from tests.support.fakes import SILICON
+from tests.support.fakes import SILICON, raising
 from tests.support.quarantines import GROUP, TRIED, abandon, blamed, markers, run, start
 
 NOW = datetime.now(UTC)
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("death", ["ctypes.string_at(0)", "os._exit(3)"], ids=["segfault", "exit"])
@@ -169,10 +170,7 @@ def test_concurrent_sweeps(folder: Path, anew: Callable[[], Quarantine]) -> None
 def test_without_locks_markers_are_abandoned_after_an_hour(
     folder: Path, monkeypatch: pytest.MonkeyPatch, anew: Callable[[], Quarantine]
 ) -> None:
-    def refuse(handle: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, "No locks available")))
     with crash_marker(folder, SILICON, "mine", "1", "x"):
         left = abandon(folder, NOW)
         assert blamed(anew()) == []
@@ -196,12 +194,8 @@ def test_a_death_that_cannot_be_recorded_stays_as_a_marker(
     folder: Path, monkeypatch: pytest.MonkeyPatch, anew: Callable[[], Quarantine]
 ) -> None:
     abandon(folder, NOW)
-
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("os.replace", refuse)
+        patch.setattr("os.replace", raising(FULL))
         for _ in range(2):
             assert blamed(anew()) == ["made_up"]
     assert len(markers(folder)) == 1
@@ -213,12 +207,9 @@ def test_a_death_that_cannot_be_recorded_stays_as_a_marker(
 def test_a_trial_runs_if_its_marker_cannot_be_written(
     target: str, folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     entered = 0
     with monkeypatch.context() as patch:
-        patch.setattr(target, refuse)
+        patch.setattr(target, raising(FULL))
         for _ in range(2):
             with crash_marker(folder, SILICON, "made_up", "1", "x") as marker:
                 marker.pause()

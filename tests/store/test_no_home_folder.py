@@ -18,6 +18,7 @@ from attn_dispatch.store.bundle import write_bundle
 from tests.support.calls import close, formula, qkv
 from tests.support.commands import SMALL
 from tests.support.entries import decision
+from tests.support.fakes import raising
 
 pytestmark = pytest.mark.usefixtures("short_trials")
 
@@ -25,13 +26,9 @@ pytestmark = pytest.mark.usefixtures("short_trials")
 @pytest.fixture(autouse=True)
 def no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a user whom the system does not know."""
-
-    def unknown(user: int) -> None:
-        raise KeyError(user)
-
     for name in ("ATTN_DISPATCH_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwuid", raising(KeyError("user")))
     process_state.forget(process_state.READ)
 
 

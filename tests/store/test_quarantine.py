@@ -13,7 +13,7 @@ import pytest
 
 from attn_dispatch.store import files
 from attn_dispatch.store.quarantine import FOLDER, Quarantine, crash_marker, place_of, silicons
-from tests.support.fakes import SILICON
+from tests.support.fakes import SILICON, raising
 from tests.support.quarantines import GROUP, entry, path_of, path_of_new
 
 # --- entries ----------------------------------------------------------------------------------------------------------
@@ -61,9 +61,6 @@ def test_reasons_and_titles_are_one_line(folder: Path, anew: Callable[[], Quaran
         (found,) = anew().entries()
         assert (found.reason, found.title) == ("RuntimeError: at ?[31m0x7", "a b")
         path_of(folder).write_bytes(files.encode_checked(given))
-
-
-# --- lifting ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,11 +136,8 @@ def test_a_folder_that_cannot_be_written(
     anew: Callable[[], Quarantine],
     warnings: Callable[[], list[str]],
 ) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
     with monkeypatch.context() as patch:
-        patch.setattr(target, refuse)
+        patch.setattr(target, raising(OSError(errno.EROFS, "Read-only file system")))
         quarantined = Quarantine(folder, SILICON)
         for scope in ("", GROUP):
             quarantined.add(entry(scope=scope))

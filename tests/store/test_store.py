@@ -15,7 +15,7 @@ import pytest
 
 from attn_dispatch.store.folder import Store
 from tests.support.entries import GROUP, KEY, OTHER, WHOLE, chosen, decision, files_in
-from tests.support.fakes import SILICON
+from tests.support.fakes import SILICON, raising
 
 # --- reading and writing ----------------------------------------------------------------------------------------------
 
@@ -54,8 +54,6 @@ def test_addresses_stay_in_the_folder(folder: Path, silicon: str, key: str) -> N
     assert not folder.exists()
 
 
-# --- writing that fails -----------------------------------------------------------------------------------------------
-
 FAILURES: dict[str, str] = {"folder": "pathlib.Path.mkdir", "file": "os.fsync", "rename": "os.replace"}
 
 
@@ -87,18 +85,12 @@ def test_an_interrupted_write_leaves_the_old_file(
 ) -> None:
     """A full disk too."""
     Store(folder).put(decision())
-
-    def interrupt(*args: object) -> None:
-        raise stop
-
-    monkeypatch.setattr(target, interrupt)
+    monkeypatch.setattr(target, raising(stop))
     with nullcontext() if isinstance(stop, OSError) else pytest.raises(KeyboardInterrupt):
         Store(folder).put(decision(created="2026-01-01T00:00:00", **chosen("other")))
     assert files_in(folder) == [Store(folder).path(SILICON, GROUP, KEY)]
     assert Store(folder).get(SILICON, GROUP, KEY) == decision()
 
-
-# --- many processes ---------------------------------------------------------------------------------------------------
 
 WRITES = 10
 WRITER = """

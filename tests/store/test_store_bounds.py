@@ -19,7 +19,7 @@ from attn_dispatch.store.decision import Row, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.passed import has_passed, is_confirmed, note_confirmed, note_missed, note_passed
 from tests.support.entries import GROUP, KEY, OTHER, chosen, decision, files_in
-from tests.support.fakes import SILICON
+from tests.support.fakes import SILICON, raising
 
 SIZE = len(encode(decision()))
 DAY = 86400
@@ -78,9 +78,6 @@ def test_an_invalid_limit_is_refused(tmp_path: Path, value: str, monkeypatch: py
     assert files_in(tmp_path) == []
 
 
-# --- temporary files of killed writers ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("age_s", "stays"), [(2 * 3600, False), (60, True), (-10 * DAY, True)])
 def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     """A file time in the future gives no age."""
@@ -90,9 +87,6 @@ def test_temporary_files(tmp_path: Path, age_s: float, stays: bool) -> None:
     os.utime(left, (0, time.time() - age_s))
     Store(tmp_path).put(decision(key=OTHER))
     assert left.exists() == stays
-
-
-# --- clocks ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_time_in_the_future_does_not_win_a_merge(tmp_path: Path) -> None:
@@ -124,10 +118,7 @@ def test_a_held_lock_is_waited_for_briefly(
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(handle: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     before = len(os.listdir("/proc/self/fd"))
     assert Store(tmp_path).put(decision()) is not None
     assert len(os.listdir("/proc/self/fd")) == before
@@ -146,9 +137,6 @@ def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, warnings: Call
     assert len(warnings()) == 2
 
 
-# --- problems that were missed --------------------------------------------------------------------------------------
-
-
 def test_a_missed_problem_is_recorded_once_per_process(tmp_path: Path) -> None:
     for batch in (1, 2, 1):
         note_missed(tmp_path, {"batch": batch})
@@ -161,9 +149,6 @@ def test_missed_problems_that_cannot_be_written(folder: Path, warnings: Callable
         note_missed(folder, {"batch": 1})
     (text,) = warnings()
     assert text.startswith("misses are not recorded: ")
-
-
-# --- checks that were passed ----------------------------------------------------------------------------------------
 
 
 def test_a_passed_check_is_known_to_the_next_process(tmp_path: Path) -> None:

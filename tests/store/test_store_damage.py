@@ -110,9 +110,6 @@ def test_a_file_that_another_host_replaces(
     assert [f"ignored {path}: " in text for text in warnings()] == [True] * (stale == 2)
 
 
-# --- the bytes --------------------------------------------------------------------------------------------------------
-
-
 def test_another_spelling_of_the_same_content() -> None:
     plain = json.loads(encode(decision()))
     spelled = json.dumps(dict(reversed(plain.items())), indent=4, ensure_ascii=True).encode()

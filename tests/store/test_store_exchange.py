@@ -284,9 +284,6 @@ def test_the_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "use /dev/stdout" in capsys.readouterr().err
 
 
-# --- what cannot be listed ------------------------------------------------------------------------------------------
-
-
 def unreadable(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Listing it and what is in it fails, as a folder without permission does for all but root."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -67,6 +68,25 @@ def formula(
 
 def close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def setting(get: Callable[[], Any], put: Callable[[Any], object], value: Any) -> Iterator[None]:
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def threads(count: int) -> AbstractContextManager[None]:
+    """PyTorch computes in so many threads."""
+    return setting(torch.get_num_threads, torch.set_num_threads, count)
+
+
+def precision(value: str) -> AbstractContextManager[None]:
+    return setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, value)
 
 
 def forget() -> None:

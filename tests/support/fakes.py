@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,15 @@ def forget() -> None:
     """Drop everything that the two modules read once."""
     for cached in (hardware._gpus, hardware._read_cpu, hardware._chip, _nvml, *CUDA):
         cached.cache_clear()
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that takes anything, and raises this."""
+
+    def fail(*given: object, **named: object) -> Any:
+        raise error
+
+    return fail
 
 
 def write(path: Path, text: object) -> None:
@@ -99,10 +109,8 @@ def cuda_memory(
 
 def pluggable_allocator(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """As of CUDAPluggableAllocator: no fraction, no statistics."""
-
-    def unsupported(*args: object) -> None:
-        raise RuntimeError("CUDAPluggableAllocator does not yet support this. If you need it, please file an issue")
-
+    text = "CUDAPluggableAllocator does not yet support this. If you need it, please file an issue"
+    unsupported = raising(RuntimeError(text))
     cuda_memory(monkeypatch, free=free)
     names = ("get_per_process_memory_fraction", "set_per_process_memory_fraction", "reset_peak_memory_stats")
     for name in (*names, "memory_allocated", "memory_reserved", "max_memory_allocated"):

@@ -23,9 +23,10 @@ from attn_dispatch import process_state
 from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
 from attn_dispatch.kernels import device_cache
+from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.flex import attention
 from attn_dispatch.kernels.triton import support
-from attn_dispatch.machine import load
+from attn_dispatch.machine import environment, load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import rounds, tuner
@@ -120,24 +121,25 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def three_threads() -> Iterator[None]:
     """More than the tests' one, and no divisor of most sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
+    with calls.threads(3):
+        yield
 
 
 @pytest.fixture
-def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Tensors are so small that threads only wait for one another; and allocations are those of this thread."""
+    with calls.threads(1):
+        yield
+
+
+@pytest.fixture
+def little_time(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread: several wait for one another where other processes have the cores, which no median evens out.
 
     Enough time on a busy machine to measure all candidates of a small problem; a resolved race takes a tenth of it.
     """
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
     monkeypatch.setattr(tuner, "WAITING", tuner.WAITING._replace(fixed_s=3.0))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -167,6 +169,20 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
     folder = tmp_path_factory.mktemp("measured")
     return folder, commands.plain(commands.command(folder, "profile", *commands.TWO, "--quick", "--json"))
+
+
+def _forget_packages() -> None:
+    tables: tuple[Any, ...] = (branched._prepared, environment.installed, branched._load_fault)
+    for table in tables:
+        table.cache_clear()
+
+
+@pytest.fixture
+def unknown_packages() -> Iterator[None]:
+    """Nothing is known of packages, their imports and kernels, neither by the test nor after it."""
+    _forget_packages()
+    yield
+    _forget_packages()
 
 
 @pytest.fixture

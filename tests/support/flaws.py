@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import formula
-from attn_dispatch.kernels.contract import Backend, Refusal, Result
+from attn_dispatch.kernels.contract import SCORE_TERMS, Backend, Refusal, Result
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -52,6 +52,19 @@ class Planted(Backend):
         self.calls += 1
         self.seen.append(problem)
         return self.compute(q, k, v, problem, **tensors)
+
+
+@dataclass
+class Other(Planted):
+    """A backend as another package has it, which computes and refuses what `manual` does."""
+
+    score_terms = SCORE_TERMS
+
+    def refusals(self, problem: Problem) -> list[Refusal]:
+        return self.reasons or manual.refusals(problem)
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        return 2 * manual.workspace_bytes(problem)
 
 
 def scored(softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], *, zeroed: bool = True) -> Callable[..., Result]:

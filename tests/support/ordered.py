@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from torch import Tensor
 
 from attn_dispatch.kernels import registry
@@ -21,6 +22,7 @@ from tests.support.planted import Planted
 from tests.support.virtual_clock import VirtualClock
 
 MS = 1e-3
+DISTURBED = "other programs took the cores while it was measured"
 OTHER = ("other", "natural")
 NATURAL, HILBERT, RESIDUE = (("tiled", order) for order in ("natural", "hilbert", "residue"))
 
@@ -93,6 +95,13 @@ class Installed:
 def stored() -> Decision:
     ((_, decision),) = Store(cache_folder()).all()
     return decision
+
+
+def replace_stored(**changes: Any) -> None:
+    """Store another decision in its place."""
+    decision = stored()
+    Store(cache_folder()).path(*decision.address).unlink()
+    Store(cache_folder()).put(replace(decision, **changes))
 
 
 def rows() -> dict[tuple[str, str], Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,26 +20,13 @@ from attn_dispatch.spec.pattern import Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import conformance, problems, random_problems
 from attn_dispatch.testing.cases import CASES
-from tests.support.flaws import Planted, buffer, changed, ignoring, scratch, where, wrong_lse
+from tests.support.flaws import Other, Planted, buffer, changed, ignoring, scratch, where, wrong_lse
 
 pytestmark = pytest.mark.usefixtures("little_time")  # one thread
 
 SOME = ("dense", "dense-grouped", "causal-key-mask", "window-causal", "longnet-seq-lens", "neighborhood-2d")
 PROBLEMS = [case.problem(torch.float32, needs_grad=True) for case in CASES if case.id in SOME]
 MORE = [each for each in problems() if each.dropout_p or each.deterministic or each.score_terms or each.ranks > 1]
-
-
-@dataclass
-class Other(Planted):
-    """A backend as another package has it, which computes and refuses what `manual` does."""
-
-    score_terms = SCORE_TERMS
-
-    def refusals(self, problem: Problem) -> list[Refusal]:
-        return self.reasons or manual.refusals(problem)
-
-    def workspace_bytes(self, problem: Problem) -> int:
-        return 2 * manual.workspace_bytes(problem)
 
 
 def failing(backend: Any, some: list[Problem]) -> str:

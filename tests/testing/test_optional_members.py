@@ -14,13 +14,13 @@ from torch import Tensor
 
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result, refusals_of
+from attn_dispatch.kernels.contract import Result, refusals_of
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import conformance, optional, problems
 from attn_dispatch.testing.cases import CASES
-from tests.support.flaws import Planted
+from tests.support.flaws import Other
 from tests.support.pairwise import thinned
 
 pytestmark = pytest.mark.usefixtures("little_time")  # one thread
@@ -76,17 +76,10 @@ class Formula:
 
 
 @dataclass
-class Other(Planted):
-    """A backend that computes what `manual` does, and has all optional members that compute."""
+class Full(Other):
+    """One that has all optional members that compute."""
 
     steps: Steps | None = None
-    score_terms = SCORE_TERMS
-
-    def refusals(self, problem: Problem) -> list[Refusal]:
-        return manual.refusals(problem)
-
-    def workspace_bytes(self, problem: Problem) -> int:
-        return 2 * manual.workspace_bytes(problem)
 
     def partial(self, problem: Problem, key_mask: Tensor | None = None) -> Formula:
         return Formula(problem, step(self.steps, "mask", key_mask), self.steps or {})
@@ -141,7 +134,7 @@ def problem_of(case: str, **changes: Any) -> Problem:
 @pytest.mark.parametrize("member", ["partial", "run_documents", "takes_key_lens", "specialized"])
 def test_what_has_no_fault_passes(member: str) -> None:
     """Of every kind, and both members are asked about many problems."""
-    backend, asked = Other(manual.run), set[Problem]()
+    backend, asked = Full(manual.run), set[Problem]()
     problem_of_member, failures_of = optional.CHECKS[member]
     for problem in problems():
         each = None if refusals_of(backend, problem) else problem_of_member(backend, problem)
@@ -219,7 +212,7 @@ FAULTS: dict[str, list[tuple[str, str, str, Callable[..., Any], str]]] = {
 )
 def test_a_fault_is_named(member: str, number: int) -> None:
     _, case, step, change, named = FAULTS[member][number]
-    backend, (problem_of_member, failures_of) = Other(manual.run, steps={step: change}), optional.CHECKS[member]
+    backend, (problem_of_member, failures_of) = Full(manual.run, steps={step: change}), optional.CHECKS[member]
     asked = problem_of_member(backend, problem_of(case, return_lse=True))
     assert asked is not None
     assert named in "; ".join(failures_of(backend, asked))
@@ -231,7 +224,7 @@ def test_a_fault_is_named(member: str, number: int) -> None:
 def test_conformance_reports_faults_by_member(member: str, number: int) -> None:
     _, case, step, change, named = FAULTS[member][number]
     with pytest.raises(AssertionError) as raised:
-        conformance(Other(manual.run, steps={step: change}), [problem_of(case, return_lse=True)])
+        conformance(Full(manual.run, steps={step: change}), [problem_of(case, return_lse=True)])
     text = str(raised.value)
     assert re.search(f"{member}: .*{re.escape(named)}", text)
     assert not any(f"    {other}: " in text for other in optional.CHECKS if other != member)
@@ -239,4 +232,4 @@ def test_conformance_reports_faults_by_member(member: str, number: int) -> None:
 
 def test_nothing_specialized_is_right() -> None:
     steps: Steps = {"made": lambda made: None}
-    assert conformance(Other(manual.run, steps=steps), [problem_of("dense")]).computed
+    assert conformance(Full(manual.run, steps=steps), [problem_of("dense")]).computed

@@ -16,7 +16,7 @@ from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.tuning.candidates import Request
 from tools.bench import choices as bench
 from tools.lib import choices
-from tools.lib.models import MODELS, Planned, planned
+from tools.lib.models import MODELS, Attention, Planned, planned
 
 # Two processes each: times of the first problem agree, those of the second do not.
 FIRST = [{"sdpa@natural": 1.0, "native@natural": 2.0, "manual@natural": 8.0}] * 2
@@ -65,7 +65,8 @@ def test_figures_of_made_up_times() -> None:
 
 
 def test_a_judgement_times_every_candidate_that_can_run() -> None:
-    one = Planned(Dense(is_causal=True), (2, 16, 2, 8), torch.float32, True, kv_heads=1, mask="seq_lens")
+    model = Attention("made up", (2, 16, 2, 8), Dense(is_causal=True), kv_heads=1, mask="seq_lens")
+    one = Planned(model, torch.float32, True)
     found = choices.judgement(one, [], seconds=0.01)
     assert found["wrong"] == {}
     assert {"manual@natural", "sdpa@natural"} <= set(found["times"])
@@ -81,7 +82,7 @@ def test_a_wrong_result_is_not_timed() -> None:
         def run(self, q: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
             return torch.zeros_like(q)
 
-    one = Planned(Dense(), (1, 16, 2, 8), torch.float32, False)
+    one = Planned(Attention("made up", (1, 16, 2, 8)), torch.float32, False)
     able = {f"{each.name}@{each.order}": each for each in Request.of(one.problem()).able}
     able["wrong@natural"] = replace(able["manual@natural"], backend=adapted(Wrong()))
     first_ms, found = choices.checked(one.example(), {name: able[name] for name in ("manual@natural", "wrong@natural")})

@@ -42,9 +42,6 @@ def rows(*does: str, item_s: float = 30.0) -> list[Row]:
     return list(workers.rows_of(items, command, item_s, time.monotonic() + 60, dict(os.environ)))
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
 def test_a_crash_costs_one_item() -> None:
     first, crashed, last = rows("work", "crash", "work")
     assert crashed == {"does": "crash", "failed": "the process ended with -11: lost"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,27 +20,79 @@ from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import guard, race
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
-from attn_dispatch.tuning.clocks import (
-    LEAD_FACTOR,
-    MOST_WAITS,
-    PAUSE_S,
-    WARM_S,
-    CudaStopwatch,
-)
+from attn_dispatch.tuning.clocks import CYCLES_PER_MS, LEAD_FACTOR, MOST_WAITS, PAUSE_S, WARM_S, CudaStopwatch
 from attn_dispatch.tuning.race import Race
 from attn_dispatch.tuning.rounds import exhausted
 from tests.support import fakes
-from tests.support.cuda_stream import DEVICE, HOST_MS, PRODUCT_MS, WARM_MS, Stream, install
 from tests.support.planted import Planted
 
+DEVICE = torch.device("cuda", 0)
+WARM_MS, HOST_MS, PRODUCT_MS = 2.0, 0.25, 0.3
 PROBLEM = problem_of((1, 64, 2, 16), Dense(), torch.float32, DEVICE)
+
+
+class Stream:
+    """A host and a device with a clock each, in milliseconds; the device starts what is enqueued, in order."""
+
+    def __init__(self) -> None:
+        self.host_ms = 0.0
+        self.device_ms = 0.0
+        self.log: list[str] = []
+        self.kernel_ms, self.enqueue_ms = WARM_MS, HOST_MS
+
+    def kernel(self) -> None:
+        self.log.append("kernel")
+        self.host_ms += self.enqueue_ms
+        self.device_ms = max(self.device_ms, self.host_ms) + self.kernel_ms
+
+    def waiting_kernel(self) -> None:
+        """A call that waits for its own result, as one does that reads a tensor on the host."""
+        self.kernel()
+        self.host_ms = max(self.host_ms, self.device_ms)
+
+    def sleep(self, cycles: int) -> None:
+        self.log.append("lead")
+        self.device_ms = max(self.device_ms, self.host_ms) + cycles / CYCLES_PER_MS
+
+    def product(self, a: object, b: object, out: object) -> None:
+        self.log.append("product")
+        self.device_ms = max(self.device_ms, self.host_ms) + PRODUCT_MS
+
+    def synchronize(self, device: object = None) -> None:
+        self.log.append("synchronize")
+        self.host_ms = max(self.host_ms, self.device_ms)
+
+    def event(self, *, enable_timing: bool) -> SimpleNamespace:
+        assert enable_timing
+        event = SimpleNamespace(at_ms=0.0)
+
+        def record() -> None:
+            self.log.append("event")
+            event.at_ms = max(self.device_ms, self.host_ms)
+
+        def elapsed_time(end: Any) -> float:
+            assert self.log[-1] == "synchronize", "an event that the device has not reached yet cannot be read"
+            return float(end.at_ms - event.at_ms)
+
+        event.record, event.elapsed_time = record, elapsed_time
+        return event
+
+    def clock(self) -> float:
+        return self.host_ms / 1e3
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    found = Stream()
-    install(found, monkeypatch)
-    return found
+    """One that torch's functions act on which the stopwatch uses."""
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", stream.sleep)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    monkeypatch.setattr(torch, "ones", lambda size, *, dtype, device: SimpleNamespace())
+    monkeypatch.setattr(torch, "mm", stream.product)
+    return stream
 
 
 def watch(stream: Stream, *, warm: bool = True) -> CudaStopwatch:
@@ -159,9 +213,8 @@ def test_between_calls_of_a_program_nothing_is_warmed(stream: Stream) -> None:
 
 
 @pytest.fixture
-def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Race]]:
+def raced(fresh_machine: None, stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Race]:
     """Races calls on the made-up device, each by its name, as candidates whose first call took 100 ms."""
-    fakes.forget()
     fakes.fake_cuda(monkeypatch, fakes.H100)
     fakes.cuda_memory(monkeypatch, free=fakes.GIB)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: fakes.H100)
@@ -177,8 +230,7 @@ def raced(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         exhausted(found.run(lambda each: calls[each.name], budget_s))
         return found
 
-    yield run
-    fakes.forget()
+    return run
 
 
 class Lazy:

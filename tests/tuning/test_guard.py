@@ -15,6 +15,7 @@ import pytest
 
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.guard import TimedOut, run_at_once, run_guarded
+from tests.support.fakes import raising
 from tests.support.guarded import PATIENT_S, run
 
 # --- calls that return ------------------------------------------------------------------------------------------------
@@ -204,8 +205,7 @@ if child == 0:
     os._exit(run_guarded(lambda: 7, 60))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    code_, out, _ = run(code)
-    assert (code_, out) == (0, "7\n")
+    assert run(code)[:2] == (0, "7\n")
 
 
 @pytest.mark.full
@@ -232,11 +232,8 @@ print(in_new_thread(lambda: 7))
 def test_without_threads_a_call_runs_unguarded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
         assert run_guarded(threading.current_thread, PATIENT_S) is threading.current_thread()
     assert "tried without a time limit: can't start new thread" in caplog.text
 

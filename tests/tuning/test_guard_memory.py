@@ -7,31 +7,22 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_dispatch.tuning.guard import (
-    DeviceLost,
-    capped,
-    is_limit_error,
-    is_memory_error,
-    is_shortage,
-    memory_excess,
-)
+from attn_dispatch.tuning.guard import DeviceLost, capped, is_limit_error, is_memory_error, is_shortage, memory_excess
 from tests.support import fakes
 from tests.support.fakes import GIB, MIB
 
 
+@pytest.mark.usefixtures("fresh_machine")
 @pytest.mark.parametrize(("before", "free", "expected"), [(1.0, 20, 0.75), (0.5, 20, 0.5), (1.0, 100, 1.0)])
 def test_the_cap_on_cuda(before: float, free: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 80 GiB, 30 are used by this process's tensors, 10 more are cached."""
-    total = 80 * GIB
-    fakes.forget()
-    fakes.fake_cuda(monkeypatch, fakes.props("made up", (9, 0), 132, 0, total))
+    fakes.fake_cuda(monkeypatch, fakes.props("made up", (9, 0), 132, 0, 80 * GIB))
     fakes.cuda_memory(monkeypatch, free=free * GIB, reserved=40 * GIB, allocated=30 * GIB, fraction=before)
     set_to: list[tuple[float, int]] = []
     monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda *given: set_to.append(given))
     with capped(torch.device("cuda")):
         assert set_to == [(expected, 0)]
     assert set_to[1:] == [(before, 0)]
-    fakes.forget()
 
 
 @pytest.mark.parametrize(
@@ -53,11 +44,9 @@ def test_memory_over_the_declared_workspace_is_an_excess(
 
 
 def raised(call: Callable[[], object]) -> BaseException:
-    try:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - any
         call()
-    except Exception as error:  # noqa: BLE001 - any
-        return error
-    raise AssertionError
+    return caught.value
 
 
 def chained(outer: Exception, inner: Exception, hidden: bool = False) -> Exception:

@@ -7,6 +7,7 @@ import contextvars
 import torch
 
 from attn_dispatch.tuning.guard import run_guarded
+from tests.support.calls import threads
 from tests.support.guarded import PATIENT_S
 
 
@@ -14,12 +15,9 @@ def test_a_call_runs_with_the_callers_number_of_threads() -> None:
     """In a thread that has run kernels before, which does not follow the others' number of threads any more."""
     before = run_guarded(torch.get_num_threads, PATIENT_S)
     assert before == torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
+    with threads(before + 1):
         assert run_guarded(torch.get_num_threads, PATIENT_S) == before + 1
         assert run_guarded(lambda: run_guarded(torch.get_num_threads, PATIENT_S), PATIENT_S) == before + 1
-    finally:
-        torch.set_num_threads(before)
     assert run_guarded(torch.get_num_threads, PATIENT_S) == before
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -42,15 +42,6 @@ CLASSES = {
         "", Neighborhood((32, 64), (7, 9), (1, 2)), (1, 2048, 2, 16), strides=("bhnd", "bhnd", "bndh")
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are so small that threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def asked(name: str, dtype: torch.dtype = torch.float32, *, needs_grad: bool = True) -> Problem:
@@ -183,9 +174,6 @@ def test_hugely_negative_rows(more: dict[str, Any], dtype: torch.dtype) -> None:
         assert f"{case.name}: out has NaN" in case.check(case.run(Planted(changed(run)))).failures
 
 
-# --- tolerances -------------------------------------------------------------------------------------------------------
-
-
 def small_error(name: str, tensor: Tensor, eps: float) -> Tensor:
     """The largest entry of out 2 % off, lse 0.5 %, of a gradient 3 %; more where the dtype is coarser than that."""
     if name == "lse":
@@ -304,11 +292,7 @@ PATTERNS: list[tuple[Pattern, int, Pattern]] = [
         77,
         Neighborhood((5, 5, 3), (4, 2, 3), edges="shift", stride=(4, 2, 3)),
     ),
-    (
-        Reordered(Neighborhood((64, 64), (13, 3)), "hilbert"),
-        77,
-        Reordered(Neighborhood((11, 7), (11, 3)), "hilbert"),
-    ),
+    (Reordered(Neighborhood((64, 64), (13, 3)), "hilbert"), 77, Reordered(Neighborhood((11, 7), (11, 3)), "hilbert")),
 ]
 
 

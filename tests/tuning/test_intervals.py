@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ from tests.support.pairwise import thinned
 from tests.support.simulated import Machine
 
 DRAWS = 300
-
-
-def share(outcomes: Iterator[bool]) -> float:
-    return statistics.fmean(outcomes)
-
-
-# Intervals
 
 
 def exact_coverage(n: int, rank: int) -> float:
@@ -66,9 +58,6 @@ def test_ratio_interval_pairs_shared_rounds_only() -> None:
     assert ratio_interval(Timing((0.5, 1.0), 1.0), baseline) == Interval(0.5, 0.5)
 
 
-# Comparison
-
-
 def is_faster(costs_ms: dict[str, float], seed: int, margin: float = 0.02, **options: Any) -> bool:
     turns = Machine(0.03, seed).race(costs_ms, seed=seed, **options)
     return faster_at_last_look(turns.timings["new"], turns.timings["old"], margin)
@@ -77,13 +66,13 @@ def is_faster(costs_ms: dict[str, float], seed: int, margin: float = 0.02, **opt
 @thinned("options", [{"max_rounds": 5}, {}, {"max_rounds": 25}, {"max_rounds": 2}, {"max_rounds": 1}], 2)
 def test_equal_candidates_are_not_faster(options: dict[str, Any]) -> None:
     equal = {"new": 1.0, "old": 1.0}
-    assert share(not is_faster(equal, seed, **options) for seed in range(DRAWS)) >= 0.99
+    assert fmean(not is_faster(equal, seed, **options) for seed in range(DRAWS)) >= 0.99
 
 
 @pytest.mark.parametrize(("cost_ms", "margin"), [(0.94, 0.0), (0.92, 0.02)])
 def test_faster_candidate_is_found_in_25_rounds(cost_ms: float, margin: float) -> None:
     costs_ms = {"new": cost_ms, "old": 1.0}
-    assert share(is_faster(costs_ms, seed, margin, min_rounds=25, max_rounds=25) for seed in range(DRAWS)) >= 0.95
+    assert fmean(is_faster(costs_ms, seed, margin, min_rounds=25, max_rounds=25) for seed in range(DRAWS)) >= 0.95
 
 
 def test_common_drift_cancels_out() -> None:
@@ -137,11 +126,9 @@ def test_one_look_at_few_rounds_errs_seldom(noise: float) -> None:
     """At the worst place: a true ratio right at the margin."""
     machine = Machine(noise, seed=1)
     for rounds in (5, 7, 9, 12):
-        turns = [
-            machine.race({"old": 1.0, "new": 0.98}, min_rounds=rounds, max_rounds=rounds, seed=seed)
-            for seed in range(1000)
-        ]
-        errors = share(ratio_test(each.timings["new"], each.timings["old"]) == "faster" for each in turns)
+        options = {"min_rounds": rounds, "max_rounds": rounds}
+        turns = (machine.race({"old": 1.0, "new": 0.98}, seed=seed, **options).timings for seed in range(1000))
+        errors = fmean(ratio_test(each["new"], each["old"]) == "faster" for each in turns)
         # 0.0033 by Student's t at 5 rounds, less later on, and three standard errors of 1,000 draws.
         assert errors <= 0.0033 + 0.0055
 

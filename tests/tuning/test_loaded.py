@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attn_dispatch.machine.load import Load
-from attn_dispatch.tuning.choice import Entrant, choose
 from attn_dispatch.tuning.clocks import HostStopwatch
+from tests.support.retuning import Tuner, independent
 from tests.support.simulated import Machine
 
 COSTS = {"sdpa": 1.3, "native": 1.0, "tiles": 2.4, "manual": 9.0}
@@ -44,18 +44,6 @@ def test_a_disturbed_sample_drops_no_close_candidate(neighbours: int) -> None:
 @pytest.mark.parametrize("neighbours", [1, 2, 4])
 def test_the_right_candidate_is_chosen_beside_busy_programs(neighbours: int, scale: float) -> None:
     """At most one choice in ten is another, here a worse one by three tenths or more."""
-    right = 0
-    for seed in range(50):
-        machine = Machine(0.02, seed, neighbours=neighbours)
-        found = machine.race(
-            {name: scale * cost for name, cost in COSTS.items()},
-            budget_s=0.8 * max(1.0, scale),
-            incumbents=("sdpa",),
-        )
-        entrants = [
-            Entrant(name, timing, dropped=found.dropped.get(name), rank=rank)
-            for rank, (name, timing) in enumerate(found.timings.items())
-        ]
-        chosen, _ = choose(entrants, "sdpa", calls=1000)
-        right += chosen == "native"
-    assert right >= 45
+    tuner = Tuner({"noise": 0.02, "neighbours": neighbours}, {"budget_s": 0.8 * max(1.0, scale)})
+    costs = {name: scale * cost for name, cost in COSTS.items()}
+    assert independent(tuner, costs, "sdpa", 50).count("native") >= 45

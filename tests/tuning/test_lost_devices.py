@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Rejected
 from attn_dispatch.tuning.gate import Gate
-from tests.support.fakes import GIB, H100, cuda_memory, fake_cuda, forget
+from tests.support.fakes import GIB, H100, cuda_memory, fake_cuda, raising
 from tests.support.planted import Planted
 
 CUDA = torch.device("cuda", 0)
@@ -51,8 +51,7 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    forget()
+def device(fresh_machine: None, monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device()
     fake_cuda(monkeypatch, H100)
     cuda_memory(monkeypatch, free=GIB)
@@ -67,8 +66,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         return [call() for call in calls]
 
     monkeypatch.setattr(guard, "run_at_once", run_at_once)
-    yield found
-    forget()
+    return found
 
 
 def request() -> Request:
@@ -81,12 +79,8 @@ def quarantined() -> list[Entry]:
 
 def tried(error: BaseException) -> Any:
     """What the gate makes of a candidate whose run raises."""
-
-    def run() -> None:
-        raise error
-
     here = request()
-    return Gate(here.problem, here.address)._tried(Candidate(Planted(), NATURAL, "1"), run)
+    return Gate(here.problem, here.address)._tried(Candidate(Planted(), NATURAL, "1"), raising(error))
 
 
 def test_after_a_hang_nothing_touches_the_device(device: Device) -> None:
@@ -161,8 +155,7 @@ def test_undeclared_memory_excludes_a_version_from_the_group_alone(device: Devic
 
 
 @pytest.mark.parametrize(
-    ("error", "settings"),
-    [(None, 2), (ILLEGAL, 2), (guard.TimedOut(1.0, stopped=True), 2), (guard.TimedOut(1.0), 1)],
+    ("error", "settings"), [(None, 2), (ILLEGAL, 2), (guard.TimedOut(1.0, stopped=True), 2), (guard.TimedOut(1.0), 1)]
 )
 def test_the_cap_is_lifted_after_a_call_that_was_not_abandoned(
     error: BaseException | None, settings: int, device: Device, monkeypatch: pytest.MonkeyPatch

@@ -247,25 +247,15 @@ def test_extra_cost_counts_in_comparisons_and_in_no_sample() -> None:
 
 def test_stopwatch_can_be_replaced_and_survivors_get_host_and_device_times() -> None:
     machine = Machine()
-    timings = time_in_rounds(
-        {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
-        budget_s=None,
-        clock=machine.clock,
-        stopwatch=Doubling(machine),
-    ).timings
-    a, far = timings["a"], timings["far"]
+    a, far = machine.race({"a": 1.0, "far": 2.0}, stopwatch=Doubling(machine)).timings.values()
     assert (a.median_ms, a.host_ms, a.device_ms) == pytest.approx((2.0, 0.25, 0.5))
     assert (far.median_ms, far.host_ms, far.device_ms) == (4.0, None, None)
 
 
 def test_a_step_is_one_sample() -> None:
     machine = Machine()
-    steps = sampled_in_rounds(
-        {"a": machine.call("a", 1.0), "far": machine.call("far", 2.0)},
-        budget_s=None,
-        clock=machine.clock,
-        stopwatch=Doubling(machine),
-    )
+    found = {name: machine.call(name, cost_ms) for name, cost_ms in {"a": 1.0, "far": 2.0}.items()}
+    steps = sampled_in_rounds(found, budget_s=None, clock=machine.clock, stopwatch=Doubling(machine))
     calls = [*(len(machine.log) for _ in steps), len(machine.log)]
     assert max(after - before for before, after in pairwise(calls)) == 1
 

@@ -15,10 +15,7 @@ from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning.clocks import CYCLES_PER_MS, CudaStopwatch
 from attn_dispatch.tuning.example import make
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 SHAPE = (2, 4096, 8, 64)
 #: An index beyond a tensor on CUDA ends the context.
 LOSES = """

@@ -20,6 +20,7 @@ from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning import oracle
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
+from tests.support.calls import threads
 from tests.support.cases import gate
 from tests.support.fixtures import INTERPRETED
 
@@ -251,8 +252,7 @@ def test_gradient_of_a_bias(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_callers_threads_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, within = torch.get_num_threads(), list[int]()
-    evaluate = oracle._Sample.evaluate
+    within, evaluate = list[int](), oracle._Sample.evaluate
 
     def noted(self: oracle._Sample, dtype: torch.dtype) -> dict[str, Tensor]:
         within.append(oracle._openmp.omp_get_max_threads())
@@ -260,10 +260,7 @@ def test_the_callers_threads_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(oracle._Sample, "evaluate", noted)
     example = make(Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False))
-    torch.set_num_threads(2)
-    try:
+    with threads(2):
         Oracle.of(example)
         assert oracle._openmp.omp_get_max_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
     assert within == [1, 1]

@@ -16,6 +16,7 @@ from attn_dispatch.store import quarantine
 from attn_dispatch.store.quarantine import FIRST_HOLD, Entry, Quarantine
 from attn_dispatch.tuning import candidates, guard
 from tests.support.calls import forget, qkv, status
+from tests.support.fakes import raising
 from tests.support.planted import Planted, right
 
 pytestmark = pytest.mark.usefixtures("short_trials")
@@ -33,13 +34,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(quarantine, "clock", lambda: found.now)
     monkeypatch.setattr(candidates, "utc_now", lambda: found.now.isoformat())
     return found
-
-
-def raising(error: BaseException) -> Planted:
-    def fault(*_: object, **__: object) -> Any:
-        raise error
-
-    return Planted(fault)
 
 
 def is_tried(backend: Planted) -> bool:
@@ -64,7 +58,7 @@ def quarantined() -> Quarantine:
 )
 def test_failures_quarantine_nobody_and_are_tried_again(error: BaseException, clock: Clock) -> None:
     """After an hour, then after two, and so on up to a day."""
-    backend = raising(error)
+    backend = Planted(raising(error))
     register(backend)
     assert is_tried(backend)
     assert status(explain(*qkv(32)), "planted") == "failed"
@@ -91,7 +85,7 @@ def test_failures_quarantine_nobody_and_are_tried_again(error: BaseException, cl
 def test_memory_that_others_took(free: tuple[int, ...], lies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The declared bytes must be free before and after two calls that fail."""
     readings: Iterator[int] = iter(free)
-    backend = raising(MemoryError())
+    backend = Planted(raising(MemoryError()))
     monkeypatch.setattr(registry, "backends", lambda: [backend, registry.load("manual")])
     monkeypatch.setattr("attn_dispatch.machine.memory.available_bytes", lambda device: next(readings, 1) << 30)
     attend(*qkv(32))
@@ -117,7 +111,7 @@ def test_a_success_clears_strikes(kind: quarantine.Kind, clock: Clock) -> None:
 
 
 def test_a_failure_clears_none(clock: Clock) -> None:
-    backend = raising(ValueError("no"))
+    backend = Planted(raising(ValueError("no")))
     register(backend)
     strike("died")
     clock.now += FIRST_HOLD

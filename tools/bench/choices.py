@@ -60,11 +60,7 @@ def fixed(problems: Sequence[Sequence[Times]], name: str) -> dict[str, Any] | No
         for judges in problems
         if all(own in each or last_resort in each for each in judges)
     ]
-    return {
-        "runs": summary(runs),
-        "does_not_run": len(problems) - len(runs),
-        "with_last_resort": summary(every),
-    }
+    return {"runs": summary(runs), "does_not_run": len(problems) - len(runs), "with_last_resort": summary(every)}
 
 
 def figures(problems: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -73,7 +69,8 @@ def figures(problems: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         RuntimeError: a chosen candidate could not be timed, or its result was wrong.
     """
-    times = [_medians(each["judges"]) for each in problems]
+    times: list[list[Times]]
+    times = [[{name: one["median_ms"] for name, one in judge.items()} for judge in each["judges"]] for each in problems]
     found: dict[str, Any] = {"runs": {}, "backends": {}}
     for run in problems[0]["choices"]:
         ratios = []
@@ -171,7 +168,7 @@ def main() -> None:
         judges.append(choices.judged(names, QUICK_SECONDS if given.quick else SECONDS))
     problems = [
         {
-            "model": every[number].model,
+            "model": every[number].of.model,
             "title": judges[0][str(number)]["title"],
             "choices": {run: _choice(found[index]) for run, found in runs.items()},
             **{name: judges[0][str(number)][name] for name in ("refused", "left_out", "wrong")},
@@ -182,10 +179,6 @@ def main() -> None:
     ]
     found = {"quick": given.quick, "loops": choices.cores(), **figures(problems), "problems": problems}
     write(given.output, found, tables)
-
-
-def _medians(judges: Sequence[Mapping[str, Any]]) -> list[Times]:
-    return [{name: one["median_ms"] for name, one in judge.items()} for judge in judges]
 
 
 def _choice(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from attn_dispatch import attend
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.shapes import pair_count
 from attn_dispatch.tuning.intervals import Timing
+from tools.bench.longnet import trained
 from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, direction, interval, ms
 
@@ -54,16 +55,7 @@ def in_longest(pattern: Pattern, lengths: Sequence[int]) -> float:
     return pairs / pair_count(pattern.simplify(longest, longest, HEADS), longest, longest, HEADS)
 
 
-def ran(call: Callable[[], Tensor], needs_grad: bool) -> Callable[[], None]:
-    def whole() -> None:
-        out = call()
-        if needs_grad:
-            out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
-
-    return whole
-
-
-def calls(pattern: Pattern, lengths: list[int], dtype: torch.dtype, needs_grad: bool) -> dict[str, Callable[[], None]]:
+def calls(pattern: Pattern, lengths: list[int], dtype: torch.dtype, needs_grad: bool) -> dict[str, Callable[[], Any]]:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(tokens: int) -> list[Tensor]:
@@ -84,14 +76,16 @@ def calls(pattern: Pattern, lengths: list[int], dtype: torch.dtype, needs_grad: 
         q, k, v = (x.transpose(1, 2) for x in each)
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    found = {
+    found: dict[str, Callable[[], Any]] = {
         "packed": lambda: attend(packed[0], packed[1], packed[2], pattern, cu_seqlens=next(rows), backend="native"),
         "each": lambda: of_each(partial(attend, pattern=pattern, backend="native")),
         "one": lambda: attend(single[0], single[1], single[2], pattern, backend="native"),
     }
     if pattern == Dense(is_causal=True):
         found["sdpa"] = lambda: of_each(by_sdpa)
-    return {name: ran(call, needs_grad) for name, call in found.items()}
+    if not needs_grad:
+        return found
+    return {name: trained(call, single if name == "one" else packed) for name, call in found.items()}
 
 
 def measured(pattern: Pattern, longest: int, dtype: torch.dtype, needs_grad: bool, tokens: int) -> dict[str, Any]:

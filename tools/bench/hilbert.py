@@ -35,14 +35,9 @@ SIDES = (32, 64, 128, 256)
 Calls = dict[str, Callable[[], Any]]
 
 
-def inputs(tokens: int, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).requires_grad_(needs_grad) for _ in range(3))
-    return q, k, v
-
-
 def calls_of(pattern: Pattern, tokens: int, needs_grad: bool, names: dict[str, tuple[str, ...]]) -> Calls:
     """A call for each backend and order."""
-    q, k, v = inputs(tokens, needs_grad)
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).requires_grad_(needs_grad) for _ in range(3))
     problem = Problem.of(q, k, v, pattern)
     found: Calls = {}
     for name, orders in names.items():
@@ -80,7 +75,8 @@ def neighbourhood(
     pattern, tokens = Neighborhood(grid, (window,)), math.prod(grid)
     names = {**OURS, **(rivals if tokens <= RIVALS_UP_TO else {})}
     found = turns(calls_of(pattern, tokens, needs_grad, names), rounds)
-    release()
+    for name in (*OURS, *RIVALS):
+        registry.load(name).release()
     work = (14 if needs_grad else 4) * HEADS * HEAD_DIM
     dense_rate = work * DENSE_TOKENS**2 / found["dense"].median_ms
     needed = work * pairs(pattern)
@@ -91,17 +87,18 @@ def neighbourhood(
         "times": {name: timing(one) for name, one in found.items()},
         "dense_gflops": dense_rate / 1e6,
         "useful_share_of_dense": {name: needed / one.median_ms / dense_rate for name, one in found.items()},
-        "gain": {name: gain(found, name) for name in ("tiles", "native", "flex") if f"{name} {HILBERT}" in found},
+        "gain": {
+            name: ratio(found[f"{name} {NATURAL}"], found[f"{name} {HILBERT}"])
+            for name in ("tiles", "native", "flex")
+            if f"{name} {HILBERT}" in found
+        },
     }
 
 
 def pairs(pattern: Neighborhood) -> int:
     """Of queries and keys that see each other: a product, since axes are independent."""
-    by_axis = [
-        int(pattern.axes[axis].sees(torch.arange(size)[:, None], torch.arange(size)).sum())
-        for axis, size in enumerate(pattern.grid)
-    ]
-    return math.prod(by_axis)
+    axes = ((axis, torch.arange(size)) for axis, size in zip(pattern.axes, pattern.grid))
+    return math.prod(int(axis.sees(places[:, None], places).sum()) for axis, places in axes)
 
 
 def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
@@ -109,15 +106,6 @@ def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
     # Without rivals only the dense call, a short one, would be timed more than once.
     hopeless = HOPELESS if any(name.split()[0] in RIVALS for name in calls) else None
     return in_turns(calls, rounds, hopeless=hopeless, incumbents=ours)
-
-
-def release() -> None:
-    for name in (*OURS, *RIVALS):
-        registry.load(name).release()
-
-
-def gain(found: dict[str, Timing], name: str) -> dict[str, float]:
-    return ratio(found[f"{name} {NATURAL}"], found[f"{name} {HILBERT}"])
 
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {

@@ -16,7 +16,7 @@ import re
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from importlib import metadata
@@ -36,6 +36,7 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from tools.lib.common import parser, write
+from tools.lib.kernels import InPlace
 from tools.lib.tables import Table
 
 TAKES = "10 min"
@@ -69,25 +70,12 @@ class Compiled:
         return self.made.metadata.shared <= SHARED_LIMIT[capability] and tensor_memory <= TENSOR_MEMORY
 
 
-class _Unlaunched:
-    """Stands for a `TritonKernel`: compiles what would be launched."""
+class _Unlaunched(InPlace):
+    """Compiles what would be launched."""
 
-    def __init__(self, kernel: TritonKernel, compiles: bool) -> None:
-        self._kernel, self._compiles = kernel, compiles
-        self.made: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
-
-    def load(self) -> _Unlaunched:
-        return self
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            if self._compiles:
-                self.made = self._kernel.load().warmup(*arguments, grid=grid, **constants)
-
-        return launch
+    def start(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        if self.wanted:
+            self.made = self.kernel.load().warmup(*arguments, grid=grid, **constants)
 
 
 class _Driver:
@@ -128,7 +116,8 @@ def compiled(each: TritonKernel, problem: Problem, block: BlockConfig) -> Compil
     kernels = {kernel.kernel: _Unlaunched(kernel, kernel is each) for kernel in KERNELS}
     used = precision(there)
     q, k, v = (torch.empty(1, problem.q_len, problem.heads, problem.head_dim, dtype=problem.dtype) for _ in range(3))
-    stand_ins: dict[str, Any] = {name.upper(): kernel for name, kernel in kernels.items()}
+    stand_ins: dict[str, Any] = {"KERNELS": tuple(kernels.values())}
+    stand_ins |= {name.upper(): kernel for name, kernel in kernels.items()}
     with (
         patch.multiple(backend, **stand_ins),
         patch.multiple(backend, block_configs=lambda *_: (block,)),

@@ -81,10 +81,18 @@ def trained(call: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> Callab
     return run
 
 
+def known_peak(call: Callable[[], Any]) -> tuple[Any, int]:
+    """A call's result, and its peak bytes beyond what was held before."""
+    found, peak = peak_bytes(call, torch.device("cpu"))
+    if peak is None:
+        raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
+    return found, peak
+
+
 def long_forward(tokens: int, dtype: torch.dtype, backend: str) -> dict[str, Any]:
     """One attend() on a fresh process, then another that is timed and checked; bytes from the operating system."""
     q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3))
-    cpu, held, seconds = torch.device("cpu"), 3 * q.numel() * q.itemsize, list[float]()
+    held, seconds = 3 * q.numel() * q.itemsize, list[float]()
 
     def timed() -> torch.Tensor:
         start = time.perf_counter()
@@ -97,9 +105,7 @@ def long_forward(tokens: int, dtype: torch.dtype, backend: str) -> dict[str, Any
         return timed()
 
     with torch.no_grad():
-        out, above = peak_bytes(twice, cpu)
-    if above is None:
-        raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
+        out, above = known_peak(twice)
     return {
         "pattern": str(PATTERN),
         "tokens": tokens,

@@ -18,18 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch import Sharded, attend, explain
-from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.tuning.intervals import Timing
+from tools.bench.longnet import known_peak
 from tools.lib.common import parser, ratio, timing, write
 from tools.lib.ranks import Tokens, freed_at_once, together
 from tools.lib.tables import Table, direction, interval, megabytes, ms
 
 TAKES = "5 min"
 
-CPU = torch.device("cpu")
 HEADS, HEAD_DIM = 8, 64
 WIDE = Dilated((2048, 16384, 131_072, 1_048_576), (1, 4, 16, 64))
 #: With heads, and the tokens of a forward pass and of both.
@@ -44,18 +43,15 @@ EXCHANGED, EXCHANGED_TOKENS = (RING, GATHER, ULYSSES), (512, 4096)
 def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward: bool = False) -> Tensor:
     """One call over all ranks, with the exchange that is chosen without measurements; or on this rank alone."""
     os.environ["ATTN_DISPATCH_MODE"] = "off"
-    where: dict[str, Any] = {"mesh": "world"} if over_ranks else {"backend": "native"}
+    return _called(tensors, pattern, {"mesh": "world"} if over_ranks else {"backend": "native"}, backward)
+
+
+def _called(tensors: Sequence[Tensor], pattern: Pattern, where: dict[str, Any], backward: bool) -> Tensor:
     q, k, v = (x.requires_grad_(backward) for x in tensors)
     out: Tensor = attend(q, k, v, pattern, **where)
     if backward:
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     return out.detach()
-
-
-def exchange_of(tensors: Sequence[Tensor], pattern: Pattern) -> str:
-    """The exchange that is chosen without measurements."""
-    q, k, v = tensors
-    return str(explain(q, k, v, pattern, mesh="world").order)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -89,18 +85,12 @@ def _peak(pattern: Pattern, layout: Layout, heads: int, backward: bool) -> tuple
     tokens = Tokens(layout, heads, HEAD_DIM, torch.float32)
 
     def call() -> str | None:
-        tensors = tokens.shard(rank)
-        once(tensors, pattern, several, backward)
-        return exchange_of(tensors, pattern) if several else None
+        q, k, v = tokens.shard(rank)
+        once((q, k, v), pattern, several, backward)
+        return str(explain(q, k, v, pattern, mesh="world").order) if several else None
 
-    exchange, peak = peak_bytes(call, CPU)
-    return _known(peak), exchange
-
-
-def _known(peak: int | None) -> int:
-    if peak is None:
-        raise RuntimeError("peak memory needs Linux's high-water mark: /proc/self/clear_refs cannot be written")
-    return peak
+    exchange, peak = known_peak(call)
+    return peak, exchange
 
 
 # --- two ranks, or two threads ----------------------------------------------------------------------------------------
@@ -132,24 +122,19 @@ def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
     layout = Layout((tokens,)) if alone else Layout(deal(tokens, 2), ZIGZAG)
     tensors = Tokens(layout, SPEED_HEADS, HEAD_DIM, torch.float32).shard(0 if alone else rank)
     where: dict[str, Any] = {"backend": "native"} if alone else {"order": "ring", "mesh": Sharded(pair, ZIGZAG)}
-    q, k, v = (x.requires_grad_(backward) for x in tensors)
     found = []
-    for _ in range(rounds + 1):
-        for turn in (True, False):
-            dist.barrier()
-            if turn == alone:
-                found.append(_call_ms((q, k, v), where, backward))
+    for _, turn in product(range(rounds + 1), (True, False)):
+        dist.barrier()
+        if turn == alone:
+            found.append(_call_ms(tensors, where, backward))
     dist.barrier()
     return found
 
 
 def _call_ms(tensors: Sequence[Tensor], where: dict[str, Any], backward: bool) -> float:
     """Milliseconds of a dense causal call."""
-    q, k, v = tensors
     start = time.perf_counter()
-    out = attend(q, k, v, Dense(is_causal=True), **where)
-    if backward:
-        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    _called(tensors, Dense(is_causal=True), where, backward)
     return (time.perf_counter() - start) * 1e3
 
 
@@ -172,7 +157,7 @@ def _exchanges(tokens: int, rounds: int, backward: bool) -> list[list[float]]:
     for _, (name, times) in product(range(rounds + 1), zip(EXCHANGED, found)):
         dist.barrier()
         where = {"order": name, "mesh": Sharded("world", ZIGZAG)}
-        times.append(_call_ms([x.requires_grad_(backward) for x in tensors], where, backward))
+        times.append(_call_ms(tensors, where, backward))
     return found
 
 
@@ -187,9 +172,10 @@ PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {  # by rounds an
 
 def tables(found: Any) -> Iterator[Table]:
     rows: list[tuple[str, ...]] = [
-        (f"{one['pattern']}, {one['heads']} heads", f"{one['tokens']:,}", direction(one), ranks_of(one), *sizes)
+        (f"{one['pattern']}, {one['heads']} heads", f"{one['tokens']:,}", direction(one), ranks, *sizes)
         for one in found.get("memory", ())
         for sizes in [(megabytes(one["peak_bytes"]), megabytes(one["qkv_out_bytes"]))]
+        for ranks in [f"{one['ranks']}, `{one['exchange']}`" if one["exchange"] else f"{one['ranks']}"]
     ]
     yield Table(
         ("pattern", "tokens", "pass", "ranks", "peak of a rank", "its q, k, v and out"),
@@ -217,10 +203,6 @@ def tables(found: Any) -> Iterator[Table]:
             rows,
             "Exchanges between two ranks, zigzag, in turns, float32.",
         )
-
-
-def ranks_of(one: Any) -> str:
-    return f"{one['ranks']}, `{one['exchange']}`" if one["exchange"] else f"{one['ranks']}"
 
 
 def main() -> None:

@@ -60,17 +60,17 @@ class Results:
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
+        found = " ".join(f"{key} {value}" for key, value in row.items() if isinstance(value, str | float | bool))
         with self._lock:
             self.rows.append(row)
             self._write({})
-            self._say(row)
-
-    def _say(self, row: Row) -> None:
-        found = " ".join(f"{key} {value}" for key, value in row.items() if isinstance(value, str | float | bool))
-        print(f"{self._path.stem}  {self._step.label(row)}  {found}"[:WIDEST], flush=True)
+            print(f"{self._path.stem}  {self._step.label(row)}  {found}"[:WIDEST], flush=True)
 
     def _write(self, summary: dict[str, Any]) -> None:
-        write(self._path, {**self._head, "summary": summary, "rows": self.rows})
+        """Replace the file: one that is ended while it writes leaves the one before."""
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({**self._head, "summary": summary, "rows": self.rows}, indent=1) + "\n")
+        new.replace(self._path)
 
     def end(self, left_out: int) -> dict[str, Any]:
         """The summary, which the file then has too. `left_out`: items that no time was left for."""
@@ -80,13 +80,6 @@ class Results:
         summary = {**counts, **self._step.summary(self.rows)}
         self._write(summary)
         return summary
-
-
-def write(path: Path, found: dict[str, Any]) -> None:
-    """Replace a file of results: one that is ended while it writes leaves the one before."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(found, indent=1) + "\n")
-    new.replace(path)
 
 
 def run_step(
@@ -103,16 +96,13 @@ def run_step(
         now = time.monotonic()
         before = len(results.rows)
         if setup.backends:
-            phase = phase._replace(groups=[part for group in phase.groups if (part := chosen(group, setup.backends))])
+            wanted = (None, *setup.backends)  # the items of these backends, and those of none
+            groups = [[item for item in group if item.get("backend") in wanted] for group in phase.groups]
+            phase = phase._replace(groups=list(filter(None, groups)))
         run_phase(phase, command_of(name, setup), now + (end - now) * phase.share, environment, results)
         left_out += max(0, sum(map(len, phase.groups)) - (len(results.rows) - before))
         number += 1
     return results.end(left_out)
-
-
-def chosen(group: list[Item], backends: Sequence[str]) -> list[Item]:
-    """The items of these backends, and those of none."""
-    return [item for item in group if item.get("backend") in (None, *backends)]
 
 
 def run_phase(phase: Phase, command: Sequence[str], end: float, environment: dict[str, str], results: Results) -> None:
@@ -126,11 +116,6 @@ def run_phase(phase: Phase, command: Sequence[str], end: float, environment: dic
     with ThreadPoolExecutor(phase.parallel) as pool:
         for _ in pool.map(run_group, phase.groups):
             pass
-
-
-def seconds_of(step: str, steps: Sequence[str], left_s: float) -> float:
-    """The part of the seconds left that a step may take, the later ones considered."""
-    return left_s * STEPS[step] / sum(STEPS[each] for each in steps[steps.index(step) :])
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
@@ -151,9 +136,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument("--output", type=Path, help="folder of results (default: tools/results/gpu)")
     options.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: 9)")
     options.add_argument("--only", nargs="+", choices=list(STEPS), metavar="STEP", help="some of the steps")
-    options.add_argument(
-        "--backends", nargs="+", default=[], metavar="NAME", help="some of the backends (default: all)"
-    )
+    options.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="some of them (default: all)")
     options.add_argument("--dry-run", action="store_true", help="tiny problems on the CPU")
     given = options.parse_args(arguments)
     if not given.minutes > 0:
@@ -188,13 +171,13 @@ def main() -> None:
     refuse_other_machines(given.output, steps, silicon(device))
     summaries = {}
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": cache} | (
-            {"TRITON_INTERPRET": "1"} if given.dry_run else {}
-        )
-        for name in steps:
+        interpreted = {"TRITON_INTERPRET": "1"} if given.dry_run else {}
+        environment = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": cache, **interpreted}
+        for at, name in enumerate(steps):
             left_s = given.minutes * 60 - (time.monotonic() - start)
+            seconds = left_s * STEPS[name] / sum(STEPS[each] for each in steps[at:])
             try:
-                summaries[name] = run_step(name, setup, seconds_of(name, steps, left_s), environment, head)
+                summaries[name] = run_step(name, setup, seconds, environment, head)
             except Exception as error:  # noqa: BLE001 - the other steps are worth the time that is left
                 traceback.print_exc()
                 summaries[name] = {"failed": 1, "error": one_line(error)}

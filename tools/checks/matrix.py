@@ -131,19 +131,16 @@ def path_without_compilers() -> str:
     return str(folder)
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def _run(command: list[str], **variables: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     return done.stdout
 
 
 def _facts(program: Path, path: str | None) -> dict[str, Any]:
-    variables = os.environ | ({} if path is None else {"PATH": path})
-    done = subprocess.run([program, "-W", "ignore", "-c", FACTS], env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"torch cannot be imported: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    variables = {} if path is None else {"PATH": path}
+    found: dict[str, Any] = json.loads(_run([str(program), "-W", "ignore", "-c", FACTS], **variables).splitlines()[-1])
     return found
 
 

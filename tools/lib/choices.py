@@ -85,7 +85,7 @@ def first_call(one: Planned) -> dict[str, Any]:
     first = _timed(one, example)
     later = min((_timed(one, example) for _ in range(3)), key=lambda each: each["cpu_s"])
     masks: dict[str, Any] = dict(example.masks)
-    found = explain(example.q, example.k, example.v, one.pattern, **masks)
+    found = explain(example.q, example.k, example.v, one.of.pattern, **masks)
     return {
         "title": found.problem,
         "first": first,
@@ -99,7 +99,7 @@ def first_call(one: Planned) -> dict[str, Any]:
 def _timed(one: Planned, example: Example) -> dict[str, float]:
     masks: dict[str, Any] = dict(example.masks)
     cpu, wall = time.process_time(), time.perf_counter()
-    out = attend(example.q, example.k, example.v, one.pattern, **masks)
+    out = attend(example.q, example.k, example.v, one.of.pattern, **masks)
     if one.backward:
         out.sum().backward()
     return {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}

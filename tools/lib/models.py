@@ -15,8 +15,6 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example, make
 
-Shape = tuple[int, int, int, int]
-Mask = Literal["", "seq_lens", "key_mask"]
 CAUSAL = Dense(is_causal=True)
 
 
@@ -26,11 +24,11 @@ class Attention(NamedTuple):
     """
 
     model: str
-    shape: Shape
+    shape: tuple[int, int, int, int]
     pattern: Pattern = Dense()
     kv_heads: int | None = None
     k_len: int | None = None
-    mask: Mask = ""
+    mask: Literal["", "seq_lens", "key_mask"] = ""
     is_trained: bool = True
 
 
@@ -74,26 +72,21 @@ MODELS = (
 
 
 class Planned(NamedTuple):
-    """A problem to tune: attend's arguments without tensors, the fields as in `Attention`."""
+    """A problem to tune."""
 
-    pattern: Pattern
-    shape: Shape
+    of: Attention
     dtype: torch.dtype
     backward: bool
-    kv_heads: int | None = None
-    k_len: int | None = None
-    mask: Mask = ""
-    model: str = ""
 
     def problem(self) -> Problem:
-        batch, q_len, heads, head_dim = self.shape
-        kv_shape = (batch, self.k_len or q_len, self.kv_heads or heads, head_dim)
+        shape, pattern, kv_heads, k_len, mask = self.of[1:6]
+        kv_shape = (shape[0], k_len or shape[1], kv_heads or shape[2], shape[3])
         q, kv = (
-            torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=self.backward)
-            for shape in (self.shape, kv_shape)
+            torch.empty(each, dtype=self.dtype, device="meta", requires_grad=self.backward)
+            for each in (shape, kv_shape)
         )
-        found = Problem.of(q, kv, kv, self.pattern, device="cpu")
-        return replace(found, has_seq_lens=self.mask == "seq_lens", has_key_mask=self.mask == "key_mask")
+        found = Problem.of(q, kv, kv, pattern, device="cpu")
+        return replace(found, has_seq_lens=mask == "seq_lens", has_key_mask=mask == "key_mask")
 
     def example(self, seed: int = 0) -> Example:
         """Random tensors: q, k, v and the masks."""
@@ -103,7 +96,7 @@ class Planned(NamedTuple):
 def planned() -> list[Planned]:
     """Every model's attention in float32 and bfloat16; forward, and with the backward pass where it is trained."""
     return [
-        Planned(one.pattern, one.shape, dtype, backward, one.kv_heads, one.k_len, one.mask, one.model)
+        Planned(one, dtype, backward)
         for one in MODELS
         for dtype in (torch.float32, torch.bfloat16)
         for backward in ((False, True) if one.is_trained else (False,))

@@ -78,10 +78,6 @@ class Cell(NamedTuple):
         return f"{self.name}, {self.tokens} tokens, {self.dtype}, {what}: {peer}"
 
 
-def _no_difference(problem: Problem) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Peer:
     """One way to compute the problems it names.
@@ -98,7 +94,7 @@ class Peer:
     distribution: str = "torch"
     all_pairs: bool = False
     bytes: Callable[[Problem], int] = lambda problem: 0
-    differs: Callable[[Problem], str] = _no_difference
+    differs: Callable[[Problem], str] = lambda problem: ""
     only_tokens: tuple[int, ...] | None = None  #: numbers of tokens that it compiles for
 
     def work(self, cell: Cell) -> float:
@@ -168,14 +164,6 @@ def _flex(problem: Problem) -> Call:
     return heads_first(lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=blocks))
 
 
-def _flex_dense(problem: Problem) -> Callable[..., Tensor]:
-    return lambda h, i, j: (j <= i).int()
-
-
-def _flex_window(problem: Problem) -> Callable[..., Tensor]:
-    return lambda h, i, j: ((j <= i) & (i - j <= REACH)).int()
-
-
 def _flex_dilated(problem: Problem) -> Callable[..., Tensor]:
     def counts(h: Tensor, i: Tensor, j: Tensor) -> Any:
         return sum(
@@ -196,8 +184,8 @@ def _flex_neighborhood(problem: Problem) -> Callable[..., Tensor]:
 
 
 FLEX_COUNTS: dict[type, Callable[[Problem], Callable[..., Tensor]]] = {
-    Dense: _flex_dense,
-    Window: _flex_window,
+    Dense: lambda problem: lambda h, i, j: (j <= i).int(),
+    Window: lambda problem: lambda h, i, j: ((j <= i) & (i - j <= REACH)).int(),
     Dilated: _flex_dilated,
     Neighborhood: _flex_neighborhood,
 }

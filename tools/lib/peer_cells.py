@@ -45,15 +45,6 @@ class Wrapped(Backend):
     name: str
     call: Call
 
-    def version(self) -> str:
-        return ""
-
-    def refusals(self, problem: Problem) -> list[Any]:
-        return []
-
-    def workspace_bytes(self, problem: Problem) -> int:
-        return 0
-
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Any) -> Tensor:
         return self.call(q, k, v)
 

@@ -10,7 +10,8 @@ import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import problem_of
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.lib.kernels import InPlace
 from tools.lib.tables import Table
 
 Block = tuple[int, ...]  #: rows, columns, warps, stages
@@ -109,35 +111,25 @@ def items_of() -> list[Item]:
         for head_dim, blocks in table.items()
         for block in blocks
     ]
-    found += [
-        _item("triton_tiles", pattern, kernel, head_dim, HALF, None, block)
-        for pattern, head_dim in ((GRIDS[0], 64), (GRIDS[1], 64), (GRIDS[0], 128))
-        for kernel in KERNELS
-        for block in TILE_BLOCKS
-    ]
-    return found + [
-        _item("triton", "causal", kernel, head_dim, "float32", precision, block)
-        for precision, blocks in SINGLE.items()
-        for head_dim in (64, 128)
-        for kernel in KERNELS
-        for block in blocks
-    ]
+    grids = product(((GRIDS[0], 64), (GRIDS[1], 64), (GRIDS[0], 128)), KERNELS, TILE_BLOCKS)
+    found += [_item("triton_tiles", pattern, kernel, dim, HALF, None, block) for (pattern, dim), kernel, block in grids]
+    for precision, blocks in SINGLE.items():
+        single = product((64, 128), KERNELS, blocks)
+        found += [_item("triton", "causal", kernel, dim, "float32", precision, block) for dim, kernel, block in single]
+    return found
 
 
 def dry_items() -> list[Item]:
-    kinds = (("triton", "causal"), ("triton_tiles", "neighborhood-2d"))
+    kinds = (("triton", "causal", KERNELS), ("triton_tiles", "neighborhood-2d", (FORWARD,)))
     return [
         _item(backend, pattern, kernel, 16, "float32", "ieee", block)
-        for backend, pattern in kinds
-        for kernel in ((FORWARD,) if backend == "triton_tiles" else KERNELS)
-        for block in DRY_BLOCKS
+        for backend, pattern, kernels in kinds
+        for kernel, block in product(kernels, DRY_BLOCKS)
     ]
 
 
-def _item(
-    backend: str, pattern: str, kernel: str, head_dim: int, dtype: str, precision: str | None, block: Block
-) -> Item:
-    return dict(zip(FIELDS, (backend, pattern, kernel, head_dim, dtype, precision, block)))
+def _item(*given: Any) -> Item:
+    return dict(zip(FIELDS, given))
 
 
 def timed_items(rows: list[Row]) -> list[Item]:
@@ -149,14 +141,11 @@ def timed_items(rows: list[Row]) -> list[Item]:
     order = {key: index for index, key in enumerate(_key(item) for item in (*items_of(), *dry_items()))}
     items = []
     for row in sorted(done, key=lambda row: order[_key(row)]):
-        before = {kernel: first.get((*_pass_key(row), kernel)) for kernel in _before(row["kernel"])}
+        earlier = KERNELS[: KERNELS.index(row["kernel"])]
+        before = {kernel: first.get((*_pass_key(row), kernel)) for kernel in earlier}
         if None not in before.values():
             items.append({**{name: row[name] for name in FIELDS}, "stage": "time", "before": before})
     return items
-
-
-def _before(kernel: str) -> tuple[str, ...]:
-    return KERNELS[: KERNELS.index(kernel)]
 
 
 def _pass_key(row: Row) -> tuple[Any, ...]:
@@ -168,34 +157,15 @@ def _key(row: Row) -> tuple[Any, ...]:
     return (*_pass_key(row), row["kernel"], tuple(row["block"]))
 
 
-def launched(item: Item) -> set[str]:
-    """The kernels that run for an item: itself, and when it is timed those whose results it reads."""
-    return {item["kernel"], *item.get("before", ())}
+class Watched(InPlace):
+    """Keeps its last launch, to repeat it, and what Triton compiled for it."""
 
+    launch: Any = None
 
-class Watched:
-    """Stands for a `TritonKernel`: keeps its last launch, to repeat it, and what Triton compiled for it."""
-
-    def __init__(self, kernel: Any, launches: bool) -> None:
-        self._kernel, self._launches = kernel, launches
-        self.launch: Any = None
-        self.compiled: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
-
-    def load(self) -> Watched:
-        return self
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        kernel = self._kernel.load()[grid]
-
-        def start(*arguments: Any, **constants: Any) -> None:
-            self.launch = lambda: kernel(*arguments, **constants)
-            if self._launches:
-                self.compiled = self.launch()
-
-        return start
+    def start(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        self.launch = partial(self.kernel.load()[grid], *arguments, **constants)
+        if self.wanted:
+            self.made = self.launch()
 
 
 def measure(item: Item, machine: Machine, setup: Setup) -> Row:
@@ -203,9 +173,9 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     target, compiling = item["kernel"], item["stage"] == "compile"
     problem = _problem(item, machine, setup)
     blocks: dict[str, Any] = dict.fromkeys(KERNELS, item["block"]) | item.get("before", {})
-    watched = {name: Watched(_kernel(backend, name), name in launched(item)) for name in KERNELS}
-    for name, each in watched.items():
-        setattr(backend, name.upper(), each)
+    launched = {target, *item.get("before", ())}  # it, and when it is timed those whose results it reads
+    watched = {name: Watched(_kernel(backend, name), name in launched) for name in KERNELS}
+    vars(backend).update({name.upper(): each for name, each in watched.items()}, KERNELS=tuple(watched.values()))
     configs = {name: (backend.BlockConfig(*blocks[name]),) for name in KERNELS}
     backend.block_configs = lambda each, *_: configs[next(n for n, w in watched.items() if w is each)]
     if item["precision"] is not None:
@@ -228,9 +198,9 @@ def _timed(item: Item, machine: Machine, problem: Problem, each: Watched, result
     return {
         "median_ms": median_ms,
         "tflops": work / median_ms / 1e9,
-        "registers": getattr(each.compiled, "n_regs", None),
-        "spills": getattr(each.compiled, "n_spills", None),
-        "shared_bytes": getattr(getattr(each.compiled, "metadata", None), "shared", None),
+        "registers": getattr(each.made, "n_regs", None),
+        "spills": getattr(each.made, "n_spills", None),
+        "shared_bytes": getattr(getattr(each.made, "metadata", None), "shared", None),
         "difference": difference,
         **wrong,
     }
@@ -238,19 +208,17 @@ def _timed(item: Item, machine: Machine, problem: Problem, each: Watched, result
 
 def _kernel(backend: Any, name: str) -> Any:
     found = getattr(backend, name.upper())
-    return found._kernel if isinstance(found, Watched) else found
+    return found.kernel if isinstance(found, Watched) else found
 
 
 def _problem(item: Item, machine: Machine, setup: Setup) -> Problem:
     pattern = (DRY_PATTERNS if setup.dry_run else PATTERNS)[item["pattern"]]
-    shape: tuple[int, int, int, int]
+    length, heads = GRID_LENGTH if item["pattern"] in GRIDS else LENGTH, HEADS
     if setup.dry_run:
-        shape = (1, 32, 1, item["head_dim"])
+        length, heads = 32, 1
     elif item["dtype"] == "float32":
-        shape = (1, SINGLE_LENGTH, SINGLE_HEADS, item["head_dim"])
-    else:
-        shape = (1, GRID_LENGTH if item["pattern"] in GRIDS else LENGTH, HEADS, item["head_dim"])
-    dtype = getattr(torch, item["dtype"])
+        length, heads = SINGLE_LENGTH, SINGLE_HEADS
+    shape, dtype = (1, length, heads, item["head_dim"]), getattr(torch, item["dtype"])
     return problem_of(shape, pattern, dtype, machine.device, backward=item["kernel"] != FORWARD)
 
 
@@ -284,23 +252,21 @@ def _difference(item: Item, results: list[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(results, _first[key]))
 
 
+def _kind(item: Item) -> str:
+    return f"{item['backend']} {item['kernel']} {item['precision'] or item['dtype']} hd{item['head_dim']}"
+
+
 def label(item: Item) -> str:
-    kernel = f"{item['backend']} {item['kernel']} {item['precision'] or item['dtype']} hd{item['head_dim']}"
-    return f"{item['stage']} {kernel} {item['pattern']} {tuple(item['block'])}"
+    return f"{item['stage']} {_kind(item)} {item['pattern']} {tuple(item['block'])}"
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
     """For each kernel, head_dim and precision: blocks by the geometric mean, over patterns, of rate / best rate."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    timed = [row for row in rows if "tflops" in row and "failed" not in row]
-    names = dict.fromkeys((row["backend"], row["kernel"], row["precision"] or row["dtype"]) for row in timed)
-    for backend, kernel, precision in names:
-        mine = [row for row in timed if (row["backend"], row["kernel"]) == (backend, kernel)]
-        mine = [row for row in mine if (row["precision"] or row["dtype"]) == precision]
-        for head_dim in sorted({row["head_dim"] for row in mine}):
-            here = [row for row in mine if row["head_dim"] == head_dim]
-            found[f"{backend} {kernel} {precision} hd{head_dim}"] = list(_ranked(here))
-    return found
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "tflops" in row and "failed" not in row:
+            found.setdefault(_kind(row), []).append(row)
+    return {kind: list(_ranked(mine)) for kind, mine in found.items()}
 
 
 def _ranked(rows: list[Row]) -> Iterator[dict[str, Any]]:
@@ -327,7 +293,7 @@ def tables(found: Any) -> Iterator[Table]:
                 block, best = _fastest(timed)
                 rates = (f"{best[each]['tflops']:.0f}" if each in best else "-" for each in SHOWN)
                 used = next(iter(best.values()))
-                what = f"`{kernel}`", str(head_dim), _named(block)
+                what = f"`{kernel}`", str(head_dim), "{} x {}, {} warps, {} stages".format(*block)
                 rows.append((*what, *rates, f"{used['registers']}, {used['spills']}"))
     yield Table(
         ("kernel", "head_dim", "fastest block", *SHOWN, "registers, spills"),
@@ -353,7 +319,3 @@ def _fastest(timed: dict[Block, dict[str, Any]]) -> tuple[Block, dict[str, Any]]
     whole = {block: rows for block, rows in timed.items() if len(rows) == most}
     block = max(whole, key=lambda each: math.prod(row["tflops"] for row in whole[each].values()))
     return block, whole[block]
-
-
-def _named(block: Block) -> str:
-    return f"{block[0]} x {block[1]}, {block[2]} warps, {block[3]} stages"

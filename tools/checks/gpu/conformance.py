@@ -30,10 +30,7 @@ def run(path: Path, setup: Setup, seconds: float, environment: dict[str, str]) -
     """The outcomes of all tests that ended within `seconds`, which `path` has too."""
     inherited = {name: text for name, text in environment.items() if not name.startswith("PYTEST_")}
     process = subprocess.Popen(
-        command_of(setup),
-        cwd=ROOT,
-        env={**inherited, RESULTS: str(path), "OMP_NUM_THREADS": "1"},
-        process_group=0,
+        command_of(setup), cwd=ROOT, env={**inherited, RESULTS: str(path), "OMP_NUM_THREADS": "1"}, process_group=0
     )
     try:
         process.wait(seconds)

@@ -5,12 +5,10 @@ Ranks are two processes on one device, whose messages go through the CPU: NCCL r
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attn_dispatch
-from attn_dispatch.errors import NoBackend
-from attn_dispatch.kernels import registry
 from attn_dispatch.ring import link
 from attn_dispatch.ring.engine.exchange import PendingExchange, Transport
 from attn_dispatch.ring.shards import Sharded, shard
@@ -28,14 +24,15 @@ from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.oracle import Expected, expected_of
 from tools.checks.gpu.machine import Machine, machine_of
-from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.checks.gpu.workers import Item, Phase, Row, Setup, cuda_backends
+from tools.lib.ranks import together
 from tools.lib.tables import Table
 
 attend: Any = attn_dispatch.attend
 
 ENDS_AFTER_FAILURE = True
 RANKS = 2
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES: tuple[str, ...] = ("out", "lse", "dq", "dk", "dv")
 CAUSAL = Dense(is_causal=True)
 PATTERNS: dict[str, Pattern] = {
     "causal": CAUSAL,
@@ -46,14 +43,13 @@ SHAPE, KV_HEADS = (2, 512, 4, 64), 2
 DRY_SHAPE = (1, 64, 2, 16)
 DOCUMENTS = (1, 100, 7, 250, 128, 26)  #: tokens of each
 DRY_DOCUMENTS = (1, 40, 23)
-NOT_HERE = ("native",)  #: refuses every CUDA device
 
 
 def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
     if number:
         return None
     dtypes = ("float32",) if setup.dry_run else ("bfloat16", "float32")
-    names = ("sdpa",) if setup.dry_run else tuple(name for name in registry.names() if name not in NOT_HERE)
+    names = ["sdpa"] if setup.dry_run else cuda_backends()
     groups = [[_item("ranks", pattern, dtype, None)] for pattern, dtype in product(PATTERNS, dtypes)]
     kinds = ("graph", "stream", "strides", "documents")
     for name in names:
@@ -74,10 +70,7 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
         "ranks": _ranks, "graph": _graph, "stream": _stream, "strides": _strides, "documents": _documents,
         "compiled": _compiled,
     }  # fmt: skip
-    try:
-        return check[item["kind"]](item, machine, setup.dry_run)
-    except NoBackend as error:
-        return {"refused": " ".join(str(error).split())}
+    return check[item["kind"]](item, machine, setup.dry_run)
 
 
 def _example(item: Item, machine: Machine, dry: bool, *, lse: bool = False) -> Example:
@@ -95,6 +88,10 @@ def _judged(found: dict[str, Tensor], expected: dict[str, tuple[Tensor, float]])
     return {"of_tolerance": max(shares.values()), **({"failed": "; ".join(wrong)} if wrong else {})}
 
 
+def _worst(rows: Sequence[Row]) -> Row:
+    return max(rows, key=lambda row: ("failed" in row, row["of_tolerance"]))
+
+
 def _same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> Row:
     off = max(float((a.double() - b.double()).abs().nan_to_num(9e9).max()) for a, b in zip(found, expected))
     return {"equal": off == 0} | ({"failed": f"{what} differs by {off:.1e}"} if off else {})
@@ -104,17 +101,13 @@ def _same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> Row
 
 
 def _ranks(item: Item, machine: Machine, dry: bool) -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            torch.multiprocessing.spawn(_rank, (folder, item, dry), RANKS)  # type: ignore[attr-defined,no-untyped-call]
-        except Exception as error:  # noqa: BLE001 - its text ends with what was raised
-            return {"failed": f"a rank failed: {' '.join(str(error).split())[-400:]}"}
-        rows = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
-    return max(rows, key=lambda row: ("failed" in row, row["of_tolerance"]))
+    try:
+        return _worst(together(_rank, RANKS, item, dry))
+    except Exception as error:  # noqa: BLE001 - its text ends with what was raised
+        return {"failed": f"a rank failed: {' '.join(str(error).split())[-400:]}"}
 
 
-def _rank(rank: int, folder: str, item: Item, dry: bool) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+def _rank(item: Item, dry: bool) -> Row:
     _send_through_the_cpu()
     machine = machine_of(dry)
     example = _example(item, machine, dry, lse=True)
@@ -129,9 +122,7 @@ def _rank(rank: int, folder: str, item: Item, dry: bool) -> None:
     found = dict(zip(NAMES, (out.detach(), lse.detach(), *grads)))
     parts = {name: (shard(expected[name].value, spread, 2 if name == "lse" else 1), expected[name].tolerance)
              for name in NAMES}  # fmt: skip
-    Path(folder, f"{rank}.json").write_text(json.dumps(_judged(found, parts)))
-    dist.barrier()
-    dist.destroy_process_group()
+    return _judged(found, parts)
 
 
 def _send_through_the_cpu() -> None:
@@ -171,11 +162,7 @@ def _graph(item: Item, machine: Machine, dry: bool) -> Row:
     """A replay after trials of other problems, whose ends free what is cached, and after the memory was written to."""
     q, k, v = _inputs(item, machine, dry)
     pattern = PATTERNS[item["pattern"]]
-
-    def call() -> Tensor:
-        found: Tensor = attend(q, k, v, pattern, backend=item["backend"])
-        return found
-
+    call = partial(attend, q, k, v, pattern, backend=item["backend"])
     expected = [call() for _ in range(3)][-1]
     machine.synchronize()
     out, replay = machine.captured(call)
@@ -226,7 +213,7 @@ def _compiled(item: Item, machine: Machine, dry: bool) -> Row:
         results = (out, lse, *torch.autograd.grad([out], qkv, [example.grad]))
         expected = {name: (x.value, x.tolerance) for name, x in expected_of(example).items()}
         found.append(_judged(dict(zip(NAMES, [x.detach().clone() for x in results])), expected))
-    return max(found, key=lambda row: ("failed" in row, row["of_tolerance"]))
+    return _worst(found)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

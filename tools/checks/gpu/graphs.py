@@ -5,9 +5,10 @@ A capture that fails leaves the process unusable: each backend has a process of 
 
 from __future__ import annotations
 
-import math
 import time
+import timeit
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,15 +17,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import attend
-from attn_dispatch.errors import NoBackend
-from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tools.checks.gpu.machine import Machine
-from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.checks.gpu.workers import Item, Phase, Row, Setup, cuda_backends
 from tools.lib.tables import Table
 
 ENDS_AFTER_FAILURE = True
-NOT_HERE = ("native",)  #: refuses every CUDA device
 #: The pattern and key heads of each case, at 512 tokens and 4 heads.
 CASES: dict[str, tuple[Pattern, int]] = {
     "dense": (Dense(is_causal=True), 4),
@@ -70,21 +68,15 @@ DRY_HOST_CASES = {
     "decoding": HostCase((1, 1, 2, 16), 32, 1),
 }
 TORCH = "F.sdpa"  #: a name beside those of backends: PyTorch's own call
-HOSTS = (
-    TORCH,
-    "triton",
-    "sdpa",
-    "sdpa_cudnn",
-    "flash",
-    "flex",
-)  #: whose times on the host are taken, the first wanted most
+#: Whose times on the host are taken, the first wanted most.
+HOSTS = (TORCH, "triton", "sdpa", "sdpa_cudnn", "flash", "flex")
 BATCHES, CALLS = 5, 100  #: of calls timed on the host
 BATCH_S = 0.05  #: seconds of a batch: slow backends get fewer calls
 CAPTURING = 0.6  #: the part of the step's time for captures
 
 
 def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
-    names = ["sdpa"] if setup.dry_run else [name for name in registry.names() if name not in NOT_HERE]
+    names = ["sdpa"] if setup.dry_run else cuda_backends()
     if number == 0:
         cases = DRY_CASES if setup.dry_run else CASES
         return Phase([[_item("capture", name, case) for case in cases] for name in names], setup.cores, CAPTURING)
@@ -101,10 +93,7 @@ def _item(kind: str, backend: str, case: str) -> Item:
 
 
 def measure(item: Item, machine: Machine, setup: Setup) -> Row:
-    try:
-        return (_capture if item["kind"] == "capture" else _host)(item, machine, setup)
-    except NoBackend as error:
-        return {"refused": " ".join(str(error).split())}
+    return (_capture if item["kind"] == "capture" else _host)(item, machine, setup)
 
 
 def _inputs(machine: Machine, q: tuple[int, int, int, int], keys: int, kv_heads: int) -> list[Tensor]:
@@ -117,11 +106,7 @@ def _capture(item: Item, machine: Machine, setup: Setup) -> Row:
     pattern, kv_heads = (DRY_CASES if setup.dry_run else CASES)[item["case"]]
     shape = (1, 32, 2, 16) if setup.dry_run else (1, 512, 4, 64)
     q, k, v = _inputs(machine, shape, shape[1], kv_heads)
-
-    def call() -> Tensor:
-        found: Tensor = attend(q, k, v, pattern, backend=item["backend"])
-        return found
-
+    call: Any = partial(attend, q, k, v, pattern, backend=item["backend"])
     for _ in range(3):
         call()
     machine.synchronize()
@@ -145,16 +130,13 @@ def _host(item: Item, machine: Machine, setup: Setup) -> Row:
     if item["backend"] == TORCH and not isinstance(case.pattern, Dense):
         return {"refused": "a dense call"}
 
-    def forward() -> Tensor:
-        found: Tensor
-        if item["backend"] == TORCH:  # of layers whose projections are [batch, len, heads, head_dim], as attend's
-            a, b, c = (x.transpose(1, 2) for x in (q, k, v))
-            grouped = case.kv_heads != case.q[2]
-            found = scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
-        else:
-            found = attend(q, k, v, case.pattern, backend=item["backend"])
-        return found
+    def by_torch() -> Tensor:  # of layers whose projections are [batch, len, heads, head_dim], as attend's
+        a, b, c = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = case.kv_heads != case.q[2]
+        return scaled_dot_product_attention(a, b, c, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
+    by_attend = partial(attend, q, k, v, case.pattern, backend=item["backend"])
+    forward: Callable[[], Any] = by_torch if item["backend"] == TORCH else by_attend
     grad = torch.randn(case.q, device=machine.device, dtype=machine.half)
 
     def call() -> Any:
@@ -171,23 +153,17 @@ def _host(item: Item, machine: Machine, setup: Setup) -> Row:
     return {**found, "gb_s": (k.nbytes + v.nbytes) / found["replay_us"] / 1e3} if case.q[1] < case.keys else found
 
 
-def host_us(call: Callable[[], Any], machine: Machine, clock: Callable[[], float] = time.perf_counter) -> float:
+def host_us(call: Callable[[], Any], machine: Machine) -> float:
     """Microseconds until a call returns, the device not awaited: of the fastest of some batches of calls."""
     for _ in range(3):
         call()
     machine.synchronize()
-    start = clock()
+    start = time.perf_counter()
     call()
     machine.synchronize()
-    calls = max(3, min(CALLS, int(BATCH_S / max(clock() - start, 1e-9))))
-    best = math.inf
-    for _ in range(BATCHES):
-        start = clock()
-        for _ in range(calls):
-            call()
-        best = min(best, (clock() - start) / calls)
-        machine.synchronize()
-    return best * 1e6
+    calls = max(3, min(CALLS, int(BATCH_S / max(time.perf_counter() - start, 1e-9))))
+    batches = timeit.repeat(call, machine.synchronize, repeat=BATCHES, number=calls)
+    return min(batches) / calls * 1e6
 
 
 def label(item: Item) -> str:

@@ -21,7 +21,7 @@ from attn_dispatch.spec.shapes import problem_of
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tools.checks.gpu.machine import Machine
-from tools.checks.gpu.workers import Item, Phase, Row, Setup
+from tools.checks.gpu.workers import Item, Phase, Row, Setup, cuda_backends
 from tools.lib.tables import Table
 
 PATTERNS: dict[str, Pattern] = {
@@ -50,7 +50,6 @@ EXTRAS: dict[str, dict[str, Any]] = {
 FEW = (1, 4, 16)  #: queries, which with GROUPED key heads are 4, 16 and 64 rows that share keys
 #: Backends that compile: their groups are smaller and start first.
 COMPILING = ("triton_tiles", "triton", "flash", "flex", "flex_flash")
-NOT_HERE = ("native",)  #: refuses every CUDA device
 
 
 def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
@@ -64,7 +63,7 @@ def phase(number: int, rows: list[Row], setup: Setup) -> Phase | None:
 
 
 def cases() -> list[Item]:
-    names = [*COMPILING, *(name for name in registry.names() if name not in (*COMPILING, *NOT_HERE))]
+    names = [*COMPILING, *(name for name in cuda_backends() if name not in COMPILING)]
     found = []
     for name, dtype in product(names, DTYPES):
         if name in FLEX:  # half a minute of compiling each

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attn_dispatch.errors import NoBackend
 from attn_dispatch.text import one_line
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,16 +63,8 @@ class Worker:
     def __init__(self, command: Sequence[str], items: Sequence[Item], environment: dict[str, str]) -> None:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by __exit__
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-            process_group=0,
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self._process = subprocess.Popen(command, **pipes, text=True, cwd=ROOT, env=environment, process_group=0)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._process.stdin is not None
@@ -124,6 +117,13 @@ class Worker:
         return " ".join(self._errors.read()[-MOST_TEXT:].split())
 
 
+def cuda_backends() -> list[str]:
+    """All but the one that refuses every CUDA device."""
+    from attn_dispatch.kernels import registry
+
+    return [name for name in registry.names() if name != "native"]
+
+
 def command_of(step: str, setup: Setup) -> list[str]:
     return [sys.executable, "-m", "tools.checks.gpu.workers", step, json.dumps(setup)]
 
@@ -161,6 +161,8 @@ def serve(step: str, setup: Setup, items: Sequence[Item], say: Callable[[Row], N
         start = time.monotonic()
         try:
             found: Row = module.measure(item, machine, setup)
+        except NoBackend as error:
+            found = {"refused": one_line(error)}
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is a result
             found = {"failed": one_line(error)}
         ends = "failed" in found and getattr(module, "ENDS_AFTER_FAILURE", False)
