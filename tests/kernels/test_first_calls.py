@@ -71,7 +71,7 @@ def test_kernels_serve_problems_of_other_sizes() -> None:
 def test_flash_4_alone_compiles() -> None:
     problem = problem_of(Dense(True))
     assert flash.first_call_ms(problem) == flash4_package.COMPILE_MS
-    device_cache.note("flash", problem)
+    device_cache.note("flash", problem, False)
     assert flash.first_call_ms(problem) == 0
     assert flash.first_call_ms(problem_of(Window(3, 0))) == flash4_package.COMPILE_MS
     environment.installed.cache_clear()
