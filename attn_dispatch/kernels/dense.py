@@ -52,7 +52,7 @@ CUDA_FLASH = Limits(
     gap=Gap(192, 224, (((8, 6), (8, 9)), ((12, 0), (12, 1)))),
     most_rows=LARGEST_GRID,
     rocm=True,
-    instead={"FA3": FLASH3},
+    instead={"FA3": FLASH3._replace(repeatable_head_dim=0)},  # see backends/flash.py
 )
 CUDA_EFFICIENT = Limits(
     "cuda",

@@ -296,6 +296,19 @@ def test_flash_takes_key_lens(
     assert rows is None or optional.key_lens_failures(backend, rows) == []
 
 
+@pytest.mark.parametrize("results", [5, 8])
+def test_flash_3_of_builds_that_ignore_deterministic(results: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = ", Tensor" * (results - 5)
+    monkeypatch.setattr(libraries, "FLASH_3_BWD", f"{libraries.FLASH_3_BWD[:-1]}{more})")
+    installed(monkeypatch, {"flash_attn_3": "3.0.0"})
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    problem = Case("", Dense(), (1, 40, 4, 64)).problem(torch.bfloat16, needs_grad=True, device="cuda:0")
+    with libraries.flash_attn_3(monkeypatch, []):
+        found = [flash.refusals(replace(problem, deterministic=each)) for each in (False, True)]
+    assert [bool(each) for each in found] == [False, results == 8]
+    assert results == 5 or "may have no deterministic backward pass" in str(found[1])
+
+
 @pytest.mark.parametrize("adapter", ["flash3"])
 @pytest.mark.parametrize(("rows", "parts"), [(80, 0), (79, 1)])
 def test_flash_3_splits_the_keys_of_few_queries(
