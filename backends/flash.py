@@ -234,6 +234,15 @@ PACKAGE3 = hub.build("flash_attn3") or Package(
 )
 
 
+def ignores_deterministic(operators: Any) -> str:
+    """Those before 2025-09 do; builds before 2025-11 return the gradients, too."""
+    returned = operators3().bwd.default._schema.returns
+    return "" if len(returned) == 5 else "it is older than 2025-11 and may have no deterministic backward pass"
+
+
+REPEATABLE3 = PACKAGE3._replace(fault=ignores_deterministic)
+
+
 def version() -> str:
     """The versions of all installed generations: which one runs depends on the problem.
 
@@ -259,7 +268,8 @@ BACKEND = Branched(
         Variant(flash4.BLACKWELL, Flash4OfBoth.of, "flash-attn 4 on Blackwell", flash4.PACKAGE, _PATTERNS),
         Variant(BLACKWELL_256, Flash4.of, "flash-attn 4 on Blackwell with head_dim 256", flash4.PACKAGE),
         Variant(flash4.HOPPER, Flash4OfBoth.of, "flash-attn 4 on Hopper", flash4.PACKAGE, _PATTERNS),
-        Variant(FLASH3, Flash3.of, "flash-attn 3", PACKAGE3, _PATTERNS),
+        Variant(FLASH3, Flash3.of, "flash-attn 3", REPEATABLE3, _PATTERNS),
+        Variant(FLASH3._replace(repeatable_head_dim=0), Flash3.of, "an older flash-attn 3", PACKAGE3, _PATTERNS),
         Variant(FLASH2, Flash2.of, "flash-attn 2", PACKAGE2, _PATTERNS),
         # Last: flash-attn 2 has kernels built for these devices.
         Variant(GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", flash4.PACKAGE, _PATTERNS),

@@ -25,7 +25,7 @@ name = "flex_flash"
 RELEASE = (2, 11)  #: of torch, the first with it
 PATTERNS = (Window, Dilated, Neighborhood)
 # Past a head_dim of 128 Hopper's kernel has blocks of fewer keys than the tables.
-LIMITS = flash4.BLACKWELL._replace(dtypes=flash4.HOPPER.dtypes, masks=True, least_head_dim=16, repeatable_head_dim=0)
+LIMITS = flash4.HOPPER._replace(highest=(11, 0), masks=True, least_head_dim=16, head_dim=128, repeatable_head_dim=0)
 
 
 def version() -> str:

@@ -42,15 +42,10 @@ class Cudnn(Kernel):
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_cudnn_attention")
         fixed = {"attn_bias": None, "compute_log_sumexp": True, "dropout_p": 0.0, "return_debug_mask": False}
-        call = partial(op, is_causal=is_causal, scale=scale, **fixed)
+        return partial(op, is_causal=is_causal, scale=scale, **fixed)
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-            found: Any = call(q, k, v)
-            if found[0].requires_grad:
-                found[0].register_hook(partial(_laid_out_as, q))  # see `backward`
-            return found  # type: ignore[no-any-return]
-
-        return run
+    def _taken(self, strides: tuple[int, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return _laid_out_as(strides, grads[0]), *grads[1:]  # see `backward`
 
     def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
         q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
@@ -66,7 +61,8 @@ class Cudnn(Kernel):
         grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, *call[:3], out))
         # PyTorch caches cuDNN plans by the shapes and strides of q, k and v alone, so the strides of the other
         # arguments must be a function of those.
-        grad, out = _laid_out_as(q, grad), _laid_out_as(q, out)
+        strides = torch.empty_like(q).stride()  # those that PyTorch gives out
+        grad, out = _laid_out_as(strides, grad), _laid_out_as(strides, out)
         lse = lse.contiguous()
         lse = lse.unsqueeze(-1) if self.stats_axes == 4 else lse
         unused = torch.empty((), dtype=torch.int64, device=q.device)
@@ -75,10 +71,11 @@ class Cudnn(Kernel):
         return tokens_first(call.q.shape[-1], *grads)
 
 
-def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
-    """x in the memory layout that PyTorch gives the out of q."""
-    found = torch.empty_like(q)
-    return x if x.stride() == found.stride() else found.copy_(x)
+def _laid_out_as(strides: tuple[int, ...], x: Tensor) -> Tensor:
+    """x with these strides, in whole vectors."""
+    if x.stride() == strides and vector_aligned(x) is x:
+        return x
+    return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def cudnn_version() -> int | None:

@@ -164,6 +164,18 @@ def refuse_second_derivatives(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(next(wanting) if x.requires_grad else x for x in inputs)
 
 
+def once_differentiable(grads: tuple[Tensor | None, ...], others: tuple[Tensor | None, ...]) -> Any:
+    """Gradients that depend on `others`, such that differentiating them raises BackendFailed. A hook of nodes."""
+    if not torch.is_grad_enabled():  # the usual case: no create_graph
+        return grads
+    found = [x for x in grads if x is not None]
+    same = _NotDifferentiable.apply(  # type: ignore[no-untyped-call]
+        lambda: tuple(x.detach() for x in found), *found, *others
+    )
+    refusing = iter(same)
+    return tuple(None if x is None else next(refusing) for x in grads)
+
+
 class _FirstDerivativesOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -172,11 +184,7 @@ class _FirstDerivativesOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not torch.is_grad_enabled():
-            return grads
-        return _NotDifferentiable.apply(  # type: ignore[no-untyped-call]
-            lambda: tuple(x.detach() for x in grads), *grads, *ctx.saved_tensors
-        )
+        return once_differentiable(grads, ctx.saved_tensors)
 
 
 class _NotDifferentiable(torch.autograd.Function):

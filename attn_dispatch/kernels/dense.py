@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attn_dispatch.kernels.autograd import once_differentiable
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits
 from attn_dispatch.spec.problem import Problem
@@ -51,7 +52,7 @@ CUDA_FLASH = Limits(
     gap=Gap(192, 224, (((8, 6), (8, 9)), ((12, 0), (12, 1)))),
     most_rows=LARGEST_GRID,
     rocm=True,
-    instead={"FA3": FLASH3},
+    instead={"FA3": FLASH3._replace(repeatable_head_dim=0)},  # see backends/flash.py
 )
 CUDA_EFFICIENT = Limits(
     "cuda",
@@ -121,6 +122,11 @@ class Kernel:
         """
         return None
 
+    def _taken(self, strides: tuple[int, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The gradients of the op's results as its own backward pass takes them; `strides` are those of out."""
+        grad, *rest = grads
+        return grads if _address(grad) % VECTOR_BYTES == 0 else (grad.clone(), *rest)
+
     def specialized(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, heads_first: bool
     ) -> Callable[..., Result] | None:
@@ -140,6 +146,10 @@ class Kernel:
             if turned:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             out, lse, *_ = call(q, k, v)
+            if out.requires_grad:  # by autograd's formula. No hook holds a tensor: those of saved ones may free it
+                node: Any = out.grad_fn
+                node.register_prehook(partial(self._taken, out.stride()))
+                node.register_hook(once_differentiable)
             out = out.transpose(1, 2) if turned else out
             # Some add an axis to lse, or rows.
             return (out, lse.reshape(batch, heads, -1)[:, :, :rows]) if problem.return_lse else out

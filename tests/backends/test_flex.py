@@ -202,11 +202,13 @@ def on_cuda(pattern: Pattern = LONGNET, **changes: Any) -> Problem:
         ({"pattern": Dense(True)}, "computes Window, Dilated, Neighborhood, not Dense(causal)"),
         ({"head_dim": 136}, "takes a head_dim up to 128, not 136"),
         ({"head_dim": 20}, "takes multiples of 8, not 20"),
+        ({"head_dim": 80}, ""),
+        ({"head_dim": 80, "needs_grad": True}, "has a backward pass for multiples of 32, not a head_dim of 80"),
         ({"device": torch.device("cpu")}, "runs on cuda, not cpu"),
     ],
 )
 def test_what_flash_4_takes(changes: dict[str, Any], text: str, flash4: dict[str, str]) -> None:
-    assert "; ".join(map(str, flex_flash.refusals(replace(on_cuda(), **changes)))) == text
+    assert "; ".join(map(str, flex_flash.refusals(replace(on_cuda(head_dim=32), **changes)))) == text
 
 
 def test_where_flash_4_is_not_offered(flash4: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

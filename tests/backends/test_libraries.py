@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch import attend
 from attn_dispatch.backends import flash, sdpa, sdpa_cudnn, sdpa_efficient, sdpa_float32, xformers
 from attn_dispatch.calls import packing
-from attn_dispatch.errors import InvalidInput
+from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.branches import flash4 as flash4_package
@@ -147,13 +149,36 @@ def test_specialized_calls_give_the_bits_of_run(adapter: str, case: Case, calls:
         assert (made is None) == (adapter == "float32-efficient")  # it is bound for all others
 
 
-@pytest.mark.parametrize("adapter", ["cudnn"])
-def test_gradients_come_to_cudnn_in_the_layout_of_q(adapter: str, calls: list[dict[str, Any]]) -> None:
-    problem = replace(CHOSEN[0].problem(torch.float16, needs_grad=True), return_lse=False, pattern=Dense())
-    x = torch.randn(problem.batch, 2, 16, 8, dtype=torch.float16).transpose(1, 2).requires_grad_()
-    call = on_cpu(ADAPTERS[adapter]).specialized(problem, x, x, x)
+@pytest.mark.parametrize("kernel", [dense.CudaFlash(), dense.CudaEfficient(), sdpa_cudnn.Cudnn()])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_training_by_the_formula_of_an_op(kernel: dense.Kernel, heads_first: bool) -> None:
+    """PyTorch's own ops, of tensors without data: its formula takes a gradient as it comes, and keeps none of q."""
+    problem = replace(CHOSEN[0].problem(torch.float16, needs_grad=True), return_lse=False)
+    x = torch.randn(1, 2, 8, 16, dtype=torch.float16, device="meta", requires_grad=True)
+    call: Any = kernel.specialized(x, x, x, False, 1.0, heads_first)
     assert call is not None
-    torch.autograd.grad(call(x, x, x, problem), x, torch.randn(x.shape, dtype=x.dtype))
+    seen: list[torch.Tensor] = []
+
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend(args[:2] if "attention_backward" in str(op) else ())
+            return op(*args, **(kwargs or {}))
+
+    with Seen():  # type: ignore[no-untyped-call]
+        out = call(x, x, x, problem)
+        misaligned = torch.empty(out.numel() + 1, dtype=out.dtype, device="meta")[1:].view(out.shape)
+        (first,) = torch.autograd.grad(out, x, misaligned, create_graph=True)
+    grad, q = seen
+    assert grad.storage_offset() % 8 == 0
+    assert kernel.masks or grad.stride() == q.stride()
+    with pytest.raises(BackendFailed, match="no second derivatives"):
+        torch.autograd.grad(first.sum(), x)
+    y = x * 1
+    freed = weakref.ref(y)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda packed: x):
+        out = call(y, x, x, problem)
+    del y
+    assert (freed(), out.requires_grad) == (None, True)
 
 
 @crossed(lambda adapter, case: {**factors_of(case), "adapter": adapter}, adapter=ADAPTERS, case=CHOSEN)
@@ -256,6 +281,19 @@ def test_flash_takes_key_lens(
     rows = optional.problem_of_key_lens(backend, case.problem(torch.float16, needs_grad=True))
     assert (rows is None) == (q_len == 1 and adapter != "flash2")
     assert rows is None or optional.key_lens_failures(backend, rows) == []
+
+
+@pytest.mark.parametrize("results", [5, 8])
+def test_flash_3_of_builds_that_ignore_deterministic(results: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = ", Tensor" * (results - 5)
+    monkeypatch.setattr(libraries, "FLASH_3_BWD", f"{libraries.FLASH_3_BWD[:-1]}{more})")
+    installed(monkeypatch, {"flash_attn_3": "3.0.0"})
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    problem = Case("", Dense(), (1, 40, 4, 64)).problem(torch.bfloat16, needs_grad=True, device="cuda:0")
+    with libraries.flash_attn_3(monkeypatch, []):
+        found = [flash.refusals(replace(problem, deterministic=each)) for each in (False, True)]
+    assert [bool(each) for each in found] == [False, results == 8]
+    assert results == 5 or "may have no deterministic backward pass" in str(found[1])
 
 
 @pytest.mark.parametrize("adapter", ["flash3"])

@@ -403,20 +403,6 @@ def _turned(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-class _LaidOutAs(torch.autograd.Function):
-    """x in the layout of another tensor; its gradient comes in that."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        ctx.strides = other.stride()
-        return other.copy_(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert grad.stride() == ctx.strides
-        return grad, None
-
-
 def cudnn_ops(stats_axes: int) -> SimpleNamespace:
     """cuDNN's attention as PyTorch calls it: plans are kept by what describes q, k and v, and by nothing else.
 
@@ -440,7 +426,7 @@ def cudnn_ops(stats_axes: int) -> SimpleNamespace:
         q, k, v = _turned(query, key, value)
         assert not is_causal or q.shape[1] == k.shape[1]
         found, lse = forward(q, k, v, scale, flash_bias(q, k, is_causal, -1, -1), math.inf)
-        out = _LaidOutAs.apply(found.transpose(1, 2), torch.empty_like(query))  # type: ignore[no-untyped-call]
+        out = torch.empty_like(query).copy_(found.transpose(1, 2))
         return out, (lse.unsqueeze(-1) if stats_axes == 4 else lse), None, None, *query.shape[2:3], 0, None, None, None
 
     def _scaled_dot_product_cudnn_attention_backward(

@@ -264,7 +264,7 @@ def _combined_refusals(found: list[tuple[Variant, list[Refusal]]]) -> list[Refus
         found = [*rest, *shown] if rest else found
     shared = set.intersection(*(set(refused) for _, refused in found))
     missing = {v.package.distribution: v.package.hint for v, _ in found if v.package and v.package.refusals()}
-    if len(missing) > 1 and len(missing) == len({v.package for v, _ in found}):
+    if len(missing) > 1 and len(missing) == len({v.package and v.package.distribution for v, _ in found}):
         text = f"none of {', '.join(missing)} is installed ({list(missing.values())[-1]})"
         return [Refusal("not_installed", text), *(refusal for refusal in found[0][1] if refusal in shared)]
     combined: dict[Refusal, None] = {}
