@@ -276,9 +276,9 @@ class SeparateProjections(_Attention):
         self.k_proj = nn.Linear(config.embed_dim, kv, **made)
         self.v_proj = nn.Linear(config.embed_dim, kv, **made)
         self.out_proj = nn.Linear(config.embed_dim, config.embed_dim, **made)
-        self.inner_attn_ln = (
-            nn.LayerNorm(config.embed_dim, eps=config.norm_eps, device=device, dtype=dtype) if config.sub_norm else None
-        )
+        self.inner_attn_ln: nn.LayerNorm | None = None
+        if config.sub_norm:
+            self.inner_attn_ln = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -66,16 +66,8 @@ class _LongNetLayer(nn.Module):
         if config.cross_attention:
             if mesh is not None:
                 raise InvalidInput(f"cross_attention cannot run over a mesh, got {mesh!r}")
-            dense = replace(
-                config,
-                segment_lengths=None,
-                dilation_rates=None,
-                offsets=None,
-                is_causal=False,
-                rotary_base=None,
-                sub_norm=False,
-                like_torchscale=False,
-            )
+            none: dict[str, Any] = dict.fromkeys(("segment_lengths", "dilation_rates", "offsets", "rotary_base"))
+            dense = replace(config, **none, is_causal=False, sub_norm=False, like_torchscale=False)
             self.encoder_attn = SeparateProjections(dense, None, None, backend, device, dtype)
             self.encoder_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
         self.ffn = FeedForward(config, **made)

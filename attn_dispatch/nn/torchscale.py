@@ -224,17 +224,10 @@ def replace_attention(model: nn.Module, *, like_torchscale: bool = False) -> int
         raise InvalidInput(f"{type(model).__name__} has no DilatedAttention of torchscale")
     for parent, name, child in found:
         theirs: Any = child
+        sizes = theirs.args, theirs.embed_dim, theirs.num_heads, theirs.dropout
+        kind = theirs.self_attention, theirs.encoder_decoder_attention, theirs.inner_attn_ln is not None
         with torch.device("meta"):
-            ours = DilatedAttention(
-                theirs.args,
-                theirs.embed_dim,
-                theirs.num_heads,
-                theirs.dropout,
-                theirs.self_attention,
-                theirs.encoder_decoder_attention,
-                theirs.inner_attn_ln is not None,
-                like_torchscale=like_torchscale,
-            )
+            ours = DilatedAttention(*sizes, *kind, like_torchscale=like_torchscale)
         for part, _ in list(ours.named_children()):
             setattr(ours, part, getattr(theirs, part))
         setattr(parent, name, ours.train(theirs.training))
@@ -266,6 +259,4 @@ def _refuse_given(**given: object) -> None:
 
 def _padding(mask: Tensor | None) -> Tensor | None:
     """A mask of any dtype as bool, or None where it hides nothing."""
-    if mask is None or not bool(mask.any()):
-        return None
-    return mask.bool()
+    return None if mask is None or not bool(mask.any()) else mask.bool()
