@@ -24,11 +24,8 @@ from attn_dispatch.errors import InvalidInput, NoBackend
 # Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
 P = ParamSpec("P")
 T = TypeVar("T")
-_HARMLESS = tuple(
-    getattr(checkpoint, name)
-    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    if hasattr(checkpoint, name)
-)
+_REPLAYS = "_CachingTorchDispatchMode", "_CachedTorchDispatchMode"
+_HARMLESS = tuple(getattr(checkpoint, name) for name in _REPLAYS if hasattr(checkpoint, name))
 _TRACERS = (FakeTensor, FunctionalTensor)
 _operator = threading.local()
 forward_ad: Any = torch.autograd.forward_ad  #: without types; the level is private
