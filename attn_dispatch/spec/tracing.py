@@ -83,9 +83,8 @@ def check_sizes(**tensors: Any) -> None:
     """Raise InvalidInput for symbolic sizes: a decision holds for one size."""
     for name, x in tensors.items():
         if isinstance(x, Tensor) and any(isinstance(size, torch.SymInt) for size in x.shape):
-            raise InvalidInput(
-                f"{name} must have sizes that are numbers, got {list(x.shape)}: trace attend with static shapes"
-            )
+            how = "trace attend with static shapes"
+            raise InvalidInput(f"{name} must have sizes that are numbers, got {list(x.shape)}: {how}")
 
 
 def refuse_jit() -> None:

@@ -98,9 +98,8 @@ def conformance(backend: Any, problems: Iterable[Problem] | None = None) -> Conf
         reasons = dict.fromkeys(str(each) for refused in found.refused.values() for each in refused)
         found.failures["every problem"] = ["refused: a backend that accepts none is never chosen", *reasons]
     if found.failures:
-        lines = (
-            line for where, texts in found.failures.items() for line in (f"  {where}", *(f"    {t}" for t in texts))
-        )
+        each = ((f"  {where}", *(f"    {text}" for text in texts)) for where, texts in found.failures.items())
+        lines = (line for some in each for line in some)
         message = f"{found.name} fails {len(found.failures)} of {len(chosen)} problems:"
         raise AssertionError("\n".join([message, *lines])) from found.cause
     return Conformance(tuple(found.computed), found.refused)
@@ -137,9 +136,8 @@ class _Findings:
                 self.refused[problem] = tuple(refusals)
                 return
             if problem.ranks > 1:
-                self.fail(
-                    where, f"accepted, but run() has the tensors of one rank of {problem.ranks}: see refuse_ranks"
-                )
+                why = f"run() has the tensors of one rank of {problem.ranks}: see refuse_ranks"
+                self.fail(where, f"accepted, but {why}")
                 return
             declared = self.backend.workspace_bytes(problem)
             if type(declared) is not int or declared < 0:
@@ -256,11 +254,8 @@ class _OrderCheck:
             (dv,) = gradients((out,), (ones,), (example.grad,))
             # out is linear in v: <dv, v> is <grad, out> if both passes dropped the same weights.
             products = dv.double().sum(), (example.grad.double() * out.detach().double()).sum()
-            allowed = (
-                torch.finfo(self.problem.dtype).eps
-                * float(example.grad.double().abs().sum())
-                * math.sqrt(self.problem.k_len)
-            )
+            eps, size = torch.finfo(self.problem.dtype).eps, float(example.grad.double().abs().sum())
+            allowed = eps * size * math.sqrt(self.problem.k_len)
             if not abs(float(products[0] - products[1])) <= allowed:
                 failures.append("the backward pass dropped other weights than the forward pass")
         return failures

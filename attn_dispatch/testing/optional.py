@@ -158,9 +158,8 @@ def _lengths(tokens: int) -> tuple[int, ...]:
 
 def _oracle(example: Example, counts: Tensor) -> Oracle:
     """The expected results of a row whose queries see keys so often, besides what the example's score terms are."""
-    dense = replace(
-        example.problem, pattern=Dense(), has_key_mask=False, bias=tuple(counts.shape[:2]), is_document=False
-    )
+    dense = replace(example.problem, pattern=Dense(), has_key_mask=False, is_document=False)
+    dense = replace(dense, bias=tuple(counts.shape[:2]))
     masks = {name: x for name, x in example.masks.items() if name != "key_mask"}
     return Oracle.of(replace(example, problem=dense, masks={**masks, "bias": counts.double().log()}))
 

@@ -41,10 +41,8 @@ ODD_K = (False, True, False, False)
 NAN_MARGIN = 4096  #: NaN entries before and after a view; a multiple of the alignment of tensors
 SPAN = 3  #: memory of a view, in dense tensors of its shape: a kernel that mistakes the strides reads NaN, not beyond
 COPIES = 3  #: freed NaN blocks of each size
-_UNWRITTEN = {
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-}
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_UNWRITTEN = {getattr(torch.ops.aten, name) for name in _EMPTY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +100,11 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
         q_len, k_len = (math.prod(grid) if q_len == k_len else q_len), math.prod(grid)
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
-    return replace(
-        problem,
-        pattern=pattern.simplify(q_len, k_len, heads),
-        batch=batch,
-        q_len=q_len,
-        k_len=k_len,
-        heads=heads,
-        kv_heads=kv_heads,
-        scale=default if problem.default_scale else math.copysign(GIVEN_SCALE * default, problem.scale),
-        dropout_p=0.0,
-        bias=tuple(own if size > 1 else 1 for size, own in zip(problem.bias, (batch, heads))),
-    )
+    sizes: dict[str, Any] = {"batch": batch, "q_len": q_len, "k_len": k_len, "heads": heads, "kv_heads": kv_heads}
+    scale = default if problem.default_scale else math.copysign(GIVEN_SCALE * default, problem.scale)
+    bias = tuple(own if size > 1 else 1 for size, own in zip(problem.bias, (batch, heads)))
+    pattern = pattern.simplify(q_len, k_len, heads)
+    return replace(problem, pattern=pattern, **sizes, scale=scale, dropout_p=0.0, bias=bias)
 
 
 def _places_queries(pattern: Pattern) -> bool:

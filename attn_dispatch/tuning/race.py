@@ -221,14 +221,9 @@ class Race:
         candidate, timing = self.runners[name][0], self.rounds.timings[name]
         # Preemption makes any first call longer.
         builds = not self.rounds.load.disturbed or candidate.backend.first_call_ms is not None
-        return choice.Entrant(
-            name,
-            timing,
-            workspace_bytes=candidate.workspace_bytes,
-            rank=rank,
-            plan_ms=max(0.0, self._first_ms(name) - timing.median_ms) if builds else 0.0,
-            dropped=self.rounds.dropped.get(name),
-        )
+        plan_ms = max(0.0, self._first_ms(name) - timing.median_ms) if builds else 0.0
+        dropped = self.rounds.dropped.get(name)
+        return choice.Entrant(name, timing, candidate.workspace_bytes, rank, plan_ms, dropped)
 
     def _plan_share_ms(self, name: str) -> float:
         """A call's share of the first call's extra milliseconds, as known before the race."""
