@@ -62,9 +62,9 @@ def profile(
         progress: show a bar with the remaining time on stderr.
         force: measure again problems that have a valid decision.
         report: called with each problem's index and explanation as soon as it is decided.
-        weights: of the problems, in whose proportion the budget is shared; those with the largest are measured first.
-            By default, of a file, the time that each problem took in the recorded run (`weights_of_uses`); else all
-            are equal.
+        weights: of the problems, in whose proportion the budget is shared; those with the largest are measured
+            first. By default, of a file, the time that each problem took in the recorded run (`weights_of_uses`);
+            else all are equal.
 
     Returns:
         One explanation for each problem; its `choice` is None if no backend can run the problem.

@@ -30,9 +30,9 @@ class DilatedAttention(nn.Module):
         softmax_scale: factor of the scores; `head_dim ** -0.5` by default.
         attention_dropout: probability of dropping an attention weight, in training.
         op: None: kernels are measured here.
-        like_fkodom: the numbers of that library: results are divided by their sum over the sequence, and by the number
-            of branches; where that does not divide heads, some heads are taken twice and the last ones not at all;
-            softmax_scale and attention_dropout have no effect. Else the exact pattern.
+        like_fkodom: the numbers of that library: results are divided by their sum over the sequence, and by the
+            number of branches; where that does not divide heads, some heads are taken twice and the last ones not
+            at all; softmax_scale and attention_dropout have no effect. Else the exact pattern.
 
     Raises:
         InvalidInput: an argument is wrong, or op is given.
@@ -221,8 +221,8 @@ class DilatedTransformerDecoderLayer(_Layer):
 class LongNet(nn.Module):
     """dilated_attention_pytorch.long_net.LongNet: an encoder and a decoder; like_fkodom: as for `DilatedAttention`.
 
-    Each layer is drawn anew, with the gains of MAGNETO for an encoder and a decoder (Wang et al. 2022, figure 2); there
-    all begin as copies of one.
+    Each layer is drawn anew, with the gains of MAGNETO for an encoder and a decoder (Wang et al. 2022, figure 2);
+    there all begin as copies of one.
     """
 
     def __init__(

@@ -152,8 +152,8 @@ class LongNetEncoderLayer(_LongNetLayer):
 class LongNetDecoderLayer(_LongNetLayer):
     """A causal layer of LongNet; other points as for `LongNetEncoderLayer`.
 
-    With `cross_attention=True`, `x + attention(norm(x), memory)` comes between the two: dense, of all results of an
-    encoder, without rotary embeddings; its parameters are encoder_attn and encoder_attn_layer_norm, as torchscale's.
+    With `cross_attention=True`, `x + attention(norm(x), memory)` comes between the two: dense, of all results of
+    an encoder, without rotary embeddings; its parameters are encoder_attn and encoder_attn_layer_norm, as torchscale's.
 
     Raises:
         InvalidInput: an argument is wrong, unknown or missing.

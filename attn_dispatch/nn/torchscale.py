@@ -1,7 +1,7 @@
 """torchscale's DilatedAttention and LongNetEncoder under their names, with their arguments and parameters.
 
-Trained weights load strictly. Source of the interface: microsoft/torchscale at 4d1e0e8, component/dilated_attention.py
-and model/LongNet.py; prov-gigapath carries a copy.
+Trained weights load strictly. Source of the interface: microsoft/torchscale at 4d1e0e8,
+component/dilated_attention.py and model/LongNet.py; prov-gigapath carries a copy.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class LongNetEncoder(nn.Module):
     """torchscale.model.LongNet.LongNetEncoder, which is also prov-gigapath's `model.encoder`.
 
     Args:
-        args: has the attributes of torchscale's EncoderConfig. Mixtures of experts, DeepNorm, norms after the residual
-            and other settings outside of LongNet are refused by name.
+        args: has the attributes of torchscale's EncoderConfig. Mixtures of experts, DeepNorm, norms after the
+            residual and other settings outside of LongNet are refused by name.
         embed_tokens, embed_positions, output_projection: modules, as there.
         like_torchscale: the numbers that torchscale computes, else the exact pattern.
 
@@ -203,8 +203,8 @@ class LongNetEncoder(nn.Module):
 def replace_attention(model: nn.Module, *, like_torchscale: bool = False) -> int:
     """Put this module's DilatedAttention, with their weights, in the places of torchscale's in a model.
 
-    Needs no flash-attn then, on any device. The weights are shared with the replaced modules, and names in the state
-    dict stay.
+    Needs no flash-attn then, on any device. The weights are shared with the replaced modules, and names in the
+    state dict stay.
 
     Returns:
         The number of modules replaced.

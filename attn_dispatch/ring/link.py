@@ -203,8 +203,8 @@ def _drop_all() -> None:
         used = bool(_links)
         _drop(list(_links))
     if used:
-        # PyTorch itself may hold the default group (as a default argument in torch.distributed.nn). A thread of it that
-        # waits for the interpreter's lock, to release the tensors of the last collective, gets it here.
+        # PyTorch itself may hold the default group (as a default argument in torch.distributed.nn). A thread of it
+        # that waits for the interpreter's lock, to release the tensors of the last collective, gets it here.
         time.sleep(RELEASE_S)
 
 
@@ -251,8 +251,8 @@ def _world() -> Any:
 
 @contextmanager
 def world(device: str) -> Iterator[None]:
-    """Initialize the ranks that torchrun started, for commands: each uses the GPU of its local rank; the time-out is
-    TIMEOUT, since ranks wait while another one measures.
+    """Initialize the ranks that torchrun started, for commands: each uses the GPU of its local rank; the time-out
+    is TIMEOUT, since ranks wait while another one measures.
     """
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -56,8 +56,8 @@ def conformance(backend: Any, problems: Iterable[Problem] | None = None) -> Conf
 
     Of each problem that `refusals` accepts, in every order that the backend offers:
 
-    * out, lse, dq, dk, dv and dbias are within the derived tolerance of float64, have the right shapes and dtypes, and
-      depend on no memory that was not written;
+    * out, lse, dq, dk, dv and dbias are within the derived tolerance of float64, have the right shapes and dtypes,
+      and depend on no memory that was not written;
     * so are those of the hard cases of the problem's class: large scores, rows without keys, views with NaN around
       them, NaN in what no query sees;
     * inputs, and the memory beside them, are not written to or returned, and a second call leaves the first one's
@@ -66,15 +66,15 @@ def conformance(backend: Any, problems: Iterable[Problem] | None = None) -> Conf
     * no more is allocated than `workspace_bytes` declares;
     * deterministic problems give the same bits twice;
     * dropout has the right mean and variance, and drops the same weights forward and backward;
-    * `partial`, where the backend has it, is right for queries that see other keys too, `run_documents` for rows of
-      documents of several lengths, `key_lens` for rows of several; `specialized` gives `run`'s bits, for others too.
+    * `partial`, where the backend has it, is right for queries that see other keys too, `run_documents` for rows
+      of documents of several lengths, `key_lens` for rows of several; `specialized` gives `run`'s bits, for others too.
 
     `refusals` raises nothing, says the same twice, and gives reasons. Time is not checked.
 
     Args:
         backend: an object or module as for `attn_dispatch.register`, or the name of one that is registered.
-        problems: to hold it to; by default those of `attn_dispatch.testing.problems()` and a few random ones on a CPU,
-            of which it must accept at least one.
+        problems: to hold it to; by default those of `attn_dispatch.testing.problems()` and a few random ones on a
+            CPU, of which it must accept at least one.
 
     Returns:
         What it computed and refused.
@@ -265,8 +265,8 @@ def _dropout_failures(kept: Tensor, example: Example) -> list[str]:
     """What is wrong with sums of kept weights [batch, q_len, heads], each 1 without dropout."""
     problem = example.problem
     p = problem.dropout_p
-    # The sum of squared weights: the softmax of twice the scores, relative to that of the scores. As lse at scale s and
-    # 2 s: log(sum exp(2 s)) - 2 log(sum exp(s)).
+    # The sum of squared weights: the softmax of twice the scores, relative to that of the scores. As lse at scale
+    # s and 2 s: log(sum exp(2 s)) - 2 log(sum exp(s)).
     plain = replace(problem, dropout_p=0.0, needs_grad=False, return_lse=True)
     lse, twice = (
         expected_of(replace(example, problem=replace(plain, scale=scale), grad=None))["lse"].value
