@@ -218,7 +218,7 @@ def _gloo_beside(group: Any) -> Any:
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore(name, c10d._get_default_store())
     options = getattr(group._get_backend(torch.device("cuda")), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)  # where the backend does not tell
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)  # where it tells
     return dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
 
 

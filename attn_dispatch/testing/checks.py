@@ -263,8 +263,7 @@ class _OrderCheck:
 
 def _dropout_failures(kept: Tensor, example: Example) -> list[str]:
     """What is wrong with sums of kept weights [batch, q_len, heads], each 1 without dropout."""
-    problem = example.problem
-    p = problem.dropout_p
+    problem, p = example.problem, example.problem.dropout_p
     # The sum of squared weights: the softmax of twice the scores, relative to that of the scores. As lse at scale
     # s and 2 s: log(sum exp(2 s)) - 2 log(sum exp(s)).
     plain = replace(problem, dropout_p=0.0, needs_grad=False, return_lse=True)
@@ -275,10 +274,9 @@ def _dropout_failures(kept: Tensor, example: Example) -> list[str]:
     seen = lse.isfinite()
     variance = p / (1 - p) * (twice - 2 * lse)[seen].exp()
     sums = kept.transpose(1, 2)[seen]
-    count = sums.numel()
     if bool((kept.transpose(1, 2)[~seen] != 0).any()):
         return ["with dropout, a query without keys has a result"]
-    spread, mean = float((variance.sum() / count**2).sqrt()), float(sums.mean())
+    spread, mean = float((variance.sum() / sums.numel() ** 2).sqrt()), float(sums.mean())
     if abs(mean - 1) > DEVIATIONS * spread:
         return [f"with dropout {p:g} the kept weights sum up to {mean:.3f} in the mean, not to 1 +- {spread:.3f}"]
     found, known = float((sums - 1).square().mean()), float(variance.mean())

@@ -104,7 +104,9 @@ def problem_of_documents(backend: Backend, problem: Problem) -> Problem | None:
 
 def documents_failures(backend: Any, problem: Problem) -> list[str]:
     """What is wrong with the results of `problem_of_documents`, of documents of several lengths."""
-    lengths = _lengths(problem.q_len)
+    first = (problem.q_len + 1) // 2
+    rest = problem.q_len - first  # a single token, where there is room, and the others
+    lengths = tuple(length for length in (first, min(1, rest), rest - 1) if length > 0)
     example = make(problem)
     shape = (problem.batch, problem.heads, problem.q_len, problem.q_len)
     counts, start = torch.zeros(shape, dtype=torch.int32, device=problem.device), 0
@@ -148,12 +150,6 @@ def _failures(backend: Any, problem: Problem, example: Example, counts: Tensor, 
     with nan_memory(problem, in_torch=backend.first_call_ms is None):
         found = oracle.run(adapted(of_dense))
     return list(oracle.check(found).failures)
-
-
-def _lengths(tokens: int) -> tuple[int, ...]:
-    """Lengths of documents, one of them a single token where there is room."""
-    first = (tokens + 1) // 2
-    return tuple(length for length in (first, min(1, tokens - first), tokens - first - 1) if length > 0)
 
 
 def _oracle(example: Example, counts: Tensor) -> Oracle:
