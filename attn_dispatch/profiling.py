@@ -62,9 +62,9 @@ def profile(
         progress: show a bar with the remaining time on stderr.
         force: measure again problems that have a valid decision.
         report: called with each problem's index and explanation as soon as it is decided.
-        weights: of the problems, in whose proportion the budget is shared; those with the largest are measured first.
-            By default, of a file, the time that each problem took in the recorded run (`weights_of_uses`); else all
-            are equal.
+        weights: of the problems, in whose proportion the budget is shared; those with the largest are measured
+            first. By default, of a file, the time that each problem took in the recorded run (`weights_of_uses`);
+            else all are equal.
 
     Returns:
         One explanation for each problem; its `choice` is None if no backend can run the problem.
@@ -244,14 +244,9 @@ def _measure_unsharded(
     done: list[Explanation] = []
     for round_number in range(max(rounds) + 1):
         if round_number == rounds[link.rank] and own:
-            shown = progress and link.rank == 0
-            done = profile(
-                [problems[index] for index in own],
-                budget_s=budget_s,
-                force=force,
-                progress=shown,
-                weights=[weights[index] for index in own],
-            )
+            shown, shares = progress and link.rank == 0, [weights[index] for index in own]
+            mine = [problems[index] for index in own]
+            done = profile(mine, budget_s=budget_s, force=force, progress=shown, weights=shares)
         link.barrier()  # concurrent measurements on one CPU would disturb each other
     decisions = [look_up.read_stored(Request.of(_measured_for(problems[index]))) for index in own]
     gathered = link.all_gather_objects(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import platformdirs
 
-from attn_dispatch.errors import AttnDispatchError, InvalidInput
+from attn_dispatch.errors import InvalidInput
 from attn_dispatch.log import say_once
 
 FLASH_KERNEL = "ATTN_DISPATCH_FLASH_KERNEL"  #: a variable, see `flash_kernel`
@@ -103,11 +103,3 @@ def _can_exist(folder: Path) -> bool:
     """Whether a folder exists or can be made: in containers, users without a name often get the home `/`."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return there == folder or os.access(there, os.W_OK | os.X_OK)
-
-
-def existing_cache_folder() -> Path:
-    """The cache folder, for commands that can do nothing without one. Raises AttnDispatchError: there is no home."""
-    folder = cache_folder()
-    if folder == NOWHERE:
-        raise AttnDispatchError(NO_HOME)
-    return folder

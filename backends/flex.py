@@ -54,9 +54,8 @@ def _refuse_cpu(problem: Problem) -> list[Refusal]:
         found.append(Refusal("lse", "its CPU kernel returns no lse"))
     if VERSION < CPU_RELEASE:
         needed = dotted(CPU_RELEASE)
-        found.append(
-            Refusal("release", f"its CPU kernel is used with torch {needed} and newer, not {torch.__version__}")
-        )
+        text = f"its CPU kernel is used with torch {needed} and newer, not {torch.__version__}"
+        found.append(Refusal("release", text))
     return [*found, *requirements.refusals()]
 
 

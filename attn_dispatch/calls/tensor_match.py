@@ -19,41 +19,17 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> Fits:
     bit that the given one has now, and autocast on q's device type is as it is now.
     """
     plain = {type(q), type(k), type(v)} <= {Tensor, torch.nn.Parameter}
-    guarded = _guarded(q, k, v) if plain else None
-    return _compared(q, k, v) if guarded is None else guarded
-
-
-def _compared(q: Tensor, k: Tensor, v: Tensor) -> Fits:
-    """Compare the attributes one by one."""
+    if plain and (guarded := _guarded(q, k, v)) is not None:
+        return guarded
     seen = _facts(q, k, v)
     return lambda q, k, v: _facts(q, k, v) == seen
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    return (
-        type(q),
-        q.shape,
-        q.stride(),
-        q.dtype,
-        q.device,
-        q.requires_grad,
-        q.is_neg(),
-        type(k),
-        k.shape,
-        k.stride(),
-        k.dtype,
-        k.device,
-        k.requires_grad,
-        k.is_neg(),
-        type(v),
-        v.shape,
-        v.stride(),
-        v.dtype,
-        v.device,
-        v.requires_grad,
-        v.is_neg(),
-        autocast_dtype(q.device.type),
-    )
+    of_q = type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad, q.is_neg()
+    of_k = type(k), k.shape, k.stride(), k.dtype, k.device, k.requires_grad, k.is_neg()
+    of_v = type(v), v.shape, v.stride(), v.dtype, v.device, v.requires_grad, v.is_neg()
+    return of_q, of_k, of_v, autocast_dtype(q.device.type)
 
 
 def _guarded(q: Tensor, k: Tensor, v: Tensor) -> Fits | None:

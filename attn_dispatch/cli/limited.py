@@ -141,10 +141,10 @@ def _measured(attempt: Attempt, backend: Backend) -> dict[str, Any]:
     if seconds[-1] > attempt.max_seconds:
         return {"status": "time", "reason": f"took {seconds[-1]:.3g} s of {attempt.max_seconds:g} s"}
     found: dict[str, Any] = {"status": "ran", "seconds": seconds[-1]}
-    if above is None:
-        return found
-    found["above_bytes"] = max(0, above - problem.result_bytes)
-    return {**found, "peak_bytes": example_bytes(problem) + above}
+    if above is not None:
+        found["above_bytes"] = max(0, above - problem.result_bytes)
+        found["peak_bytes"] = example_bytes(problem) + above
+    return found
 
 
 def _example(problem: Problem) -> Example:

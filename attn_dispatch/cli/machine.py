@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.settings import NO_HOME, cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.quarantine import Entry, Quarantine, shown_time, silicons
+from attn_dispatch.store.quarantine import Quarantine, shown_time, silicons
 from attn_dispatch.text import gib
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def examined() -> dict[str, Any]:
         "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
         "backends": _backends(),
         "native": library.in_use(),
-        "quarantines": to_dicts(entry for each in excluded() for entry in each.entries()),
-        "strikes": to_dicts(entry for each in excluded() for entry in each.strikes()),
+        "quarantines": msgspec.to_builtins([entry for each in excluded() for entry in each.entries()]),
+        "strikes": msgspec.to_builtins([entry for each in excluded() for entry in each.strikes()]),
         "folder": str(folder),
         "writable": is_writable(folder),
         "shared": Store(folder).shared(),
@@ -62,11 +62,6 @@ def examined() -> dict[str, Any]:
 def excluded() -> list[Quarantine]:
     """The quarantine of each silicon in the cache folder."""
     return [Quarantine(cache_folder(), silicon) for silicon in silicons(cache_folder())]
-
-
-def to_dicts(entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """Entries of a quarantine as plain values."""
-    return [msgspec.to_builtins(entry) for entry in entries]
 
 
 # --- as texts ---------------------------------------------------------------------------------------------------------
@@ -93,10 +88,8 @@ def devices(report: Report) -> Table:
 
 def backends(report: Report) -> Table:
     """Each backend with its version, and why it is not usable."""
-    rows = [
-        [each["name"], each["version"] or "-", "yes" if each["usable"] else f"no: {each['reason']}"]
-        for each in report["backends"]
-    ]
+    usable = (f"no: {each['reason']}" if each["reason"] else "yes" for each in report["backends"])
+    rows = [[each["name"], each["version"] or "-", text] for each, text in zip(report["backends"], usable)]
     return Table(("backend", "version", "usable"), rows, {0, 1, 2}, "Backends")
 
 

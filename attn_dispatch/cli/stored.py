@@ -6,9 +6,17 @@ import os
 from pathlib import Path
 
 from attn_dispatch.errors import AttnDispatchError
-from attn_dispatch.settings import NOWHERE
+from attn_dispatch.settings import NO_HOME, NOWHERE, cache_folder
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
+
+
+def existing_folder() -> Path:
+    """The cache folder, for commands that need one. Raises AttnDispatchError: there is no home."""
+    folder = cache_folder()
+    if folder == NOWHERE:
+        raise AttnDispatchError(NO_HOME)
+    return folder
 
 
 def decisions(folder: Path, *, silicon: str = "", key: str = "") -> list[tuple[Path, Decision]]:

@@ -181,9 +181,8 @@ def decision_while_traced(problem: Problem) -> Decision:
         known = _decided.get((request.silicon, problem, None, None))
         if known is None and setting == "locked" and steps.stored() is None:
             steps.locked_miss()
-        decision = unmeasured.static_decision(
-            request, [unmeasured.if_traceable(each, problem) for each in request.candidates]
-        )
+        found = [unmeasured.if_traceable(each, problem) for each in request.candidates]
+        decision = unmeasured.static_decision(request, found)
         if not decision.choice:
             raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates))
         if known is None and settings.measures() and steps.on_disk is None:

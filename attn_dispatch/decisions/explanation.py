@@ -56,18 +56,14 @@ class Explanation:
     def of(cls, decision: Decision, request: Request | None = None) -> Explanation:
         """The explanation of a decision; of that of a `request`, with `configurations`."""
         device = f"{decision.provenance.get('name', decision.silicon)}   torch {decision.provenance.get('torch', '?')}"
+        same = ("key", "candidates", "confidence", "evidence", "provisional", "load")
         return cls(
             choice=decision.choice or None,
             order=decision.order or None,
             source=decision.decided_by,
-            key=decision.key,
-            candidates=decision.candidates,
             problem=decision.title,
             device=device,
-            confidence=decision.confidence,
-            evidence=decision.evidence,
-            provisional=decision.provisional,
-            load=decision.load,
+            **{name: getattr(decision, name) for name in same},
             unchecked=bool(decision.origin) and not passed.is_confirmed(cache_folder(), decision),
             configurations=() if request is None else _configurations(request),
         )
@@ -84,11 +80,8 @@ class Explanation:
             source += f", confidence {self.confidence:.2f} by {len(self.evidence)} measured neighbours"
         if self.unchecked:
             source += ", not yet checked here"
-        lines = [
-            f"device    {self.device}",
-            f"problem   {self.problem}",
-            f"choice    {choice} ({source}), key {self.key}",
-        ]
+        lines = [f"device    {self.device}", f"problem   {self.problem}"]
+        lines.append(f"choice    {choice} ({source}), key {self.key}")
         if self.source == "heuristic" and measures():
             lines.append("guessed   the first call of attend() measures, and may take another backend")
         if self.provisional:

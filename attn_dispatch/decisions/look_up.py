@@ -77,18 +77,17 @@ def look_up(request: Request, budget_ms: float) -> StoredDecision | None:
     if budget_ms >= 0 and _is_due(decision) and load.is_calm():
         affordable |= {row.id for row in decision.candidates if row.open} or {decision.chosen}
     temporary = any(row.status in TEMPORARY or _is_retry_due(row) for row in decision.candidates)
-    outdated = _is_outdated(decision)  # loads its choice alone
+    rows, foreign = _usable_rows(decision), bool(decision.origin)
+    row = rows.get(decision.chosen)  # of which alone the backend is loaded
+    outdated = row is not None and not foreign and row.version != _installed_version(decision)
     if not (affordable or temporary or outdated) and decision.environment == current_environment():
         with suppress(InvalidInput):  # the choice is not registered in this process
             if request.can_run(*decision.chosen):
                 return StoredDecision(decision, decision.chosen)
-    return _compare(request, decision, affordable)
-
-
-def _is_outdated(decision: Decision) -> bool:
-    """Whether a choice that was measured here has another version than then."""
-    row = _usable_rows(decision).get(decision.chosen)
-    return row is not None and not decision.origin and row.version != _installed_version(decision)
+    able = {each.id: each for each in request.able}
+    changed = {name for name in able if not _is_valid_row(rows.get(name), able[name], foreign)}
+    choice = best_candidate(decision, valid_rows(decision, able.values()))
+    return StoredDecision(decision, choice, tuple(sorted(changed | (affordable & able.keys()))))
 
 
 def read_stored(request: Request) -> Decision | None:
@@ -141,19 +140,9 @@ def _is_for(request: Request, decision: Decision) -> bool:
     return key == request.address.key
 
 
-def _compare(request: Request, decision: Decision, affordable: set[CandidateId]) -> StoredDecision:
-    able = {each.id: each for each in request.able}
-    rows = _usable_rows(decision)
-    foreign = bool(decision.origin)
-    changed = {name for name in able if not _is_valid_row(rows.get(name), able[name], foreign)}
-    choice = best_candidate(decision, valid_rows(decision, able.values()))
-    return StoredDecision(decision, choice, tuple(sorted(changed | (affordable & able.keys()))))
-
-
 def valid_rows(decision: Decision, able: Collection[Candidate]) -> dict[CandidateId, Row]:
     """The timed rows of a decision that are valid for these candidates."""
-    rows = _usable_rows(decision)
-    foreign = bool(decision.origin)
+    rows, foreign = _usable_rows(decision), bool(decision.origin)
     current = (each.id for each in able if _is_valid_row(rows.get(each.id), each, foreign))
     return {name: rows[name] for name in current if rows[name].status in TIMED}
 

@@ -233,15 +233,9 @@ class _LiveTrial:
 
         request = Request.of(self.problem)
         learned = decide.sure_prediction(request) if self._stored is None else None
-        self._trial = learned or tuner.trial_of(
-            request,
-            settings.budget_ms() / 1e3,
-            waiting=True,
-            **look_up.as_prior(self._stored),
-            first=self.guess.chosen,
-            live_s=statistics.median_low(self._live_s),
-            clock=self._clock,
-        )
+        options: dict[str, Any] = {"first": self.guess.chosen, **look_up.as_prior(self._stored)}
+        options |= {"live_s": statistics.median_low(self._live_s), "clock": self._clock}
+        self._trial = learned or tuner.trial_of(request, settings.budget_ms() / 1e3, waiting=True, **options)
         if learned is not None or self._trial is None:
             self._end(learned)
             return
@@ -255,10 +249,9 @@ class _LiveTrial:
         """Store and use the decision, or keep the guess; the next call finds a plain route."""
         self.abandon()
         with self._switching:
-            proven_wrong = decision is not None and any(
-                row.id == self.guess.chosen and row.status in ("incorrect", "quarantined")
-                for row in decision.candidates
-            )
+            rows = () if decision is None else decision.candidates
+            wrong = {row.id for row in rows if row.status in ("incorrect", "quarantined")}
+            proven_wrong = self.guess.chosen in wrong
             use = not self._pinned or proven_wrong
             decide.end_trial(self.problem, self.guess, decision, use=use)
             if decision is not None and use:

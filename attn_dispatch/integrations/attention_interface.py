@@ -65,14 +65,9 @@ def _configs_of(config: Any, request: Request, name: str) -> Iterator[Any]:
 
 def asks_for_attention(model: type) -> bool:
     """Whether the attention layers that stand beside a model's class, if any, can ask an AttentionInterface."""
-    beside = [
-        x
-        for x in vars(sys.modules[model.__module__]).values()
-        if isinstance(x, type)
-        and issubclass(x, nn.Module)
-        and "Attention" in x.__name__
-        and x.__module__ == model.__module__
-    ]
+    kinds = [x for x in vars(sys.modules[model.__module__]).values() if isinstance(x, type)]
+    beside = [x for x in kinds if issubclass(x, nn.Module) and x.__module__ == model.__module__]
+    beside = [x for x in beside if "Attention" in x.__name__]
     homes = {base.__module__ for layer in beside for base in layer.__mro__}
     return not beside or any(
         isinstance(x, transformers.AttentionInterface) for home in homes for x in vars(sys.modules[home]).values()

@@ -173,10 +173,9 @@ def _over_ranks(context: Any, q: Tensor, k: Tensor, v: Tensor, near: GridMask, m
         what = f"cross-attention of {q.shape[1]} queries to {k_len} keys on a rank"
         raise InvalidInput(f"{what} cannot run with ulysses_anything or ring_anything")
     # The keys of a cross-attention are few: every rank takes all of them.
-    whole = [_gathered(x, 1, mesh) for x in (k, v)]
     if isinstance(mask, Tensor) and mask.shape[-1] == k_len:
         mask = _gathered(mask, mask.ndim - 1, mesh)
-    return _alone(q, whole[0], whole[1], GridMask(None, 0, mask), False, more)
+    return _alone(q, _gathered(k, 1, mesh), _gathered(v, 1, mesh), GridMask(None, 0, mask), False, more)
 
 
 def _gathered(x: Tensor, dim: int, mesh: Any) -> Tensor:
@@ -200,17 +199,13 @@ def _masks(mask: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
         mask = mask[:, None, None]
     if mask.ndim == 3 and mask.shape[0] > 1:
         raise InvalidInput(_AMBIGUOUS.format(list(mask.shape), "of rows or of heads"))
-    if mask.is_floating_point() and math.prod(mask.shape[-3:-1]) == 1 and _may_be_read(mask):  # about keys alone
-        hidden = mask == -torch.inf
-        if bool((hidden | (mask == 0)).all()):
-            mask = ~hidden
+    if mask.is_floating_point() and math.prod(mask.shape[-3:-1]) == 1:  # about keys alone
+        captured = mask.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not (captured or mask.requires_grad or torch.compiler.is_compiling()):  # its values may be looked at
+            hidden = mask == -torch.inf
+            if bool((hidden | (mask == 0)).all()):
+                mask = ~hidden
     return mask_arguments(mask, torch.Size([batch]), q.transpose(1, 2), k.transpose(1, 2))
-
-
-def _may_be_read(x: Tensor) -> bool:
-    """Whether the values of a mask may be looked at: it is no parameter, and no graph is made."""
-    captured = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return not (captured or x.requires_grad or torch.compiler.is_compiling())
 
 
 register()

@@ -77,7 +77,10 @@ def neighborhood(grid: Any, window: Any, **more: Any) -> Iterator[None]:
     """
     global _entered
     setting = _Setting(Neighborhood(grid, window, **more), set())
-    _replace_processors()
+    for name, (module, described) in PROCESSORS.items():
+        kind = getattr(import_module(f"{MODELS}.{module}"), name)
+        if not hasattr(kind.__call__, "_of_diffusers"):
+            kind.__call__ = _told(kind.__call__, described)
     before, _entered = _entered, setting
     try:
         yield
@@ -167,13 +170,6 @@ PROCESSORS: dict[str, tuple[str, Described]] = {
     "WanAttnProcessor": ("transformer_wan", _of_wan),
     "FluxAttnProcessor": ("transformer_flux", _of_flux),
 }
-
-
-def _replace_processors() -> None:
-    for name, (module, described) in PROCESSORS.items():
-        kind = getattr(import_module(f"{MODELS}.{module}"), name)
-        if not hasattr(kind.__call__, "_of_diffusers"):
-            kind.__call__ = _told(kind.__call__, described)
 
 
 def _told(original: Any, described: Described) -> Any:

@@ -42,32 +42,12 @@ Size = tuple[int, int, int, int]  #: [batch, 1, q_len, k_len] of a mask
 
 NAME = "attn_dispatch"
 #: Keywords of an attention function that change no result, or whose meaning the mask has already.
-WITHOUT_EFFECT = frozenset(
-    {
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "input_ids",
-        "labels",
-        "attention_interface",
-        "layer_idx",
-        "past_key_values",
-        "past_key_value",
-        "sliding_window",
-        "max_length_q",
-        "max_length_k",
-        "target_dtype",
-        "is_training",
-        "training",
-        "token_type_ids",
-        "mm_token_type_ids",
-    }
-)
+OF_MODELS = {"use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
+OF_MODELS |= {"input_ids", "labels", "num_items_in_batch", "is_training", "training"}
+OF_LAYERS = {"attention_interface", "layer_idx", "past_key_values", "past_key_value", "target_dtype"}
+IN_MASKS = {"position_ids", "cache_position", "token_type_ids", "mm_token_type_ids"}
+IN_MASKS |= {"sliding_window", "max_length_q", "max_length_k"}
+WITHOUT_EFFECT = OF_MODELS | OF_LAYERS | IN_MASKS
 #: Keywords that tell of documents in packed rows.
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
@@ -165,10 +145,8 @@ def mask(
             how = f"{__name__}.register(fallback=True) hands such to PyTorch's attention"
             return Keys(Dense(), size, refusal=f"{what}; {how}")
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
-        common = {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
-        return masking_utils.sdpa_mask(
-            batch_size, q_length, kv_length, attention_mask=attention_mask, **common, **given
-        )
+        given |= {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
+        return masking_utils.sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **given)
     if keys.key_mask is not None and not is_tracing(keys.key_mask) and bool(keys.key_mask.all()):
         keys.key_mask = None  # one look at data for each forward pass, as sdpa's masks take; none while tracing
     return keys

@@ -112,12 +112,11 @@ def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Ten
     k_len, kv_heads or 1, 1].
     """
     group, seen = problem.heads // problem.kv_heads, None
-    step = max(
-        1, ENTRIES // (problem.k_len * problem.heads * max(1, *problem.bias[:1], problem.batch * problem.masked))
-    )
+    rows = max(1, *problem.bias[:1], problem.batch * problem.masked)
+    step = max(1, ENTRIES // (problem.k_len * problem.heads * rows))
     for start in range(0, problem.q_len, step):
-        rows = torch.arange(start, min(start + step, problem.q_len), device=problem.device)
-        counts = multiplicity_of(problem, range(problem.heads), rows, tensors)
+        queries = torch.arange(start, min(start + step, problem.q_len), device=problem.device)
+        counts = multiplicity_of(problem, range(problem.heads), queries, tensors)
         assert counts is not None  # there is a bias
         some = (counts > 0).any(2)  # [1 or batch, 1 or heads, keys]
         seen = some if seen is None else seen | some

@@ -139,10 +139,8 @@ class Limits(NamedTuple):
         if self.head_dim is not None and problem.head_dim + self._column(problem) > self.head_dim:
             return [Refusal("head_dim", f"takes a head_dim up to {self.head_dim}, not {problem.head_dim}{more}")]
         if problem.needs_grad and (problem.head_dim + self._column(problem)) % self.backward_multiple:
-            text = (
-                f"has a backward pass for multiples of {self.backward_multiple}, not a head_dim of {problem.head_dim}"
-            )
-            return [Refusal("head_dim", text + more)]
+            text = f"has a backward pass for multiples of {self.backward_multiple}, not a head_dim of"
+            return [Refusal("head_dim", f"{text} {problem.head_dim}{more}")]
         return self._in_gap(problem, more)
 
     def _column(self, problem: Problem) -> int:

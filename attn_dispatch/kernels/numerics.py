@@ -99,15 +99,9 @@ def multiplicity_of(
         return None
     # Most patterns are equal for all heads: one logarithm is then enough.
     alike = not problem.pattern.head_offsets(0, problem.heads)
-    counts = problem.pattern.multiplicity(
-        problem.q_len,
-        problem.k_len,
-        problem.heads,
-        seq_lens=tensors.get("seq_lens"),
-        key_mask=tensors.get("key_mask"),
-        h_pos=heads[:1] if alike else heads,
-        q_pos=q_pos,
-    )
+    sizes, some = (problem.q_len, problem.k_len, problem.heads), heads[:1] if alike else heads
+    lens, key_mask = tensors.get("seq_lens"), tensors.get("key_mask")
+    counts = problem.pattern.multiplicity(*sizes, seq_lens=lens, key_mask=key_mask, h_pos=some, q_pos=q_pos)
     return counts if bias is None else counts * (rows_of_bias(bias, heads, q_pos) != -math.inf)
 
 

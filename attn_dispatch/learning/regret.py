@@ -88,10 +88,9 @@ def leave_one_out(decisions: Iterable[Decision], advance: Callable[[], object] =
             groups[decision.silicon, decision.group].append(decision)
         except PROBLEM_ERRORS:
             continue
-    found = (_group_regret(silicon, group, members, advance) for (silicon, group), members in groups.items())
-    return sorted(
-        (each for each in found if each.count or each.unpredicted), key=lambda each: (each.silicon, each.title)
-    )
+    every = (_group_regret(silicon, group, members, advance) for (silicon, group), members in groups.items())
+    found = [each for each in every if each.count or each.unpredicted]
+    return sorted(found, key=lambda each: (each.silicon, each.title))
 
 
 def total(groups: Sequence[GroupRegret]) -> GroupRegret:

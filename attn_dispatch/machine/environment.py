@@ -18,12 +18,7 @@ from functools import cache
 from attn_dispatch.machine.compiler import parsed
 from attn_dispatch.settings import FLASH_KERNEL
 
-VARIABLES = (
-    "TRITON_INTERPRET",
-    "CXX",
-    "CUDA_HOME",
-    FLASH_KERNEL,
-)  #: variables that backends' versions and refusals depend on
+VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME", FLASH_KERNEL)  #: that versions and refusals depend on
 PLACES = ("site-packages", "dist-packages")  #: names of the folders that packages are installed into
 #: What built-in backends run, besides PyTorch; its version is known without a look at the disk.
 FLASH = ("flash-attn", "flash_attn_3", "flash-attn-4")

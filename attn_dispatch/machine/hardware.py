@@ -177,7 +177,8 @@ def provenance(device: torch.device | str) -> dict[str, str]:
 
 def dtype_advice(device: torch.device | str) -> DtypeAdvice:
     """The dtype to prefer (`advise`) on a device. Raises InvalidInput for a device that this machine lacks."""
-    return advise(_find(device))
+    where = resolve(device)
+    return advise(_gpus()[where.index] if where.type == "cuda" else _cpu())
 
 
 def advise(item: Cpu | Gpu) -> DtypeAdvice:
@@ -193,11 +194,6 @@ def advise(item: Cpu | Gpu) -> DtypeAdvice:
     if capability >= (7, 0) or capability in {(5, 3), (6, 0), (6, 2)}:
         return DtypeAdvice("float16", f"{sm} is fast in float16 and has no bfloat16")
     return DtypeAdvice("float32", f"half precision is slow or absent on {sm}")
-
-
-def _find(device: torch.device | str) -> Cpu | Gpu:
-    where = resolve(device)
-    return _gpus()[where.index] if where.type == "cuda" else _cpu()
 
 
 def _cpu() -> Cpu:

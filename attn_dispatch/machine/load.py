@@ -25,11 +25,6 @@ def involuntary_switches() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def caller_s() -> float:
-    """CPU seconds of the calling thread, since some fixed time."""
-    return time.thread_time()
-
-
 class Load(NamedTuple):
     """What took place beside a measurement: CPU and wall seconds of this process, and involuntary context switches."""
 

@@ -42,9 +42,9 @@ STATUS = PROC / "self" / "status"
 def available_bytes(device: torch.device | str) -> int:
     """Bytes that a trial could allocate on ``device`` now, read on every call.
 
-    On the CPU the least of free RAM and the room in every enclosing cgroup and under ``RLIMIT_AS``; on CUDA the free
-    memory by the driver (or else NVML) plus torch's idle cache, within torch's per-process memory fraction. Of a
-    pluggable allocator, which tells neither, the free memory alone.
+    On the CPU the least of free RAM and the room in every enclosing cgroup and under ``RLIMIT_AS``; on CUDA the
+    free memory by the driver (or else NVML) plus torch's idle cache, within torch's per-process memory fraction.
+    Of a pluggable allocator, which tells neither, the free memory alone.
 
     Raises:
         InvalidInput: this machine lacks the device.
@@ -140,8 +140,8 @@ def _cuda_available(index: int) -> int:
 
 
 def memory_fraction(index: int | None) -> float | None:
-    """Torch's per-process memory fraction of a CUDA device, by default the current one; None of a pluggable allocator,
-    such as RMM's.
+    """Torch's per-process memory fraction of a CUDA device, by default the current one; None of a pluggable
+    allocator, such as RMM's.
 
     These support neither this cap nor statistics, and raise RuntimeError where they are asked.
     """
@@ -192,10 +192,10 @@ def peak_bytes(call: Callable[[], T], device: torch.device) -> tuple[T, int | No
     """Run ``call`` once; its result, and the peak of memory above the amount allocated before, in bytes.
 
     CUDA: by the caching allocator's statistics of the device, whose peak is reset. CPU: the rise of the process's
-    resident memory, by Linux's high-water mark, which is reset. It includes scratch memory of libraries, allocations of
-    other threads and freed blocks that the C library retains, not pages that were never touched, nor memory that
-    another thread's heap retained before; below a few hundred KiB it is noise. None for other devices, for a pluggable
-    CUDA allocator, or where the mark cannot be reset. Exceptions of ``call`` propagate.
+    resident memory, by Linux's high-water mark, which is reset. It includes scratch memory of libraries,
+    allocations of other threads and freed blocks that the C library retains, not pages that were never touched,
+    nor memory that another thread's heap retained before; below a few hundred KiB it is noise. None for other
+    devices, for a pluggable CUDA allocator, or where the mark cannot be reset. Exceptions of ``call`` propagate.
     """
     if device.type == "cuda":
         return _cuda_peak(call, device)
@@ -227,15 +227,15 @@ def _reset_resident_peak() -> int | None:
 
 
 def _discard_free_heap() -> None:
-    """Return free memory that glibc retains to the system. It is resident: a call that reused it would seem to allocate
-    nothing.
+    """Return free memory that glibc retains to the system. It is resident: a call that reused it would seem to
+    allocate nothing.
 
     Raises AttributeError where the C library is not glibc, or an old one.
     """
     libc: Any = _libc()
     libc.malloc_trim(0)
-    # It leaves what is free at the end of a thread's heap. Blocks of all free memory reach that end, and cost little:
-    # they are not written to.
+    # It leaves what is free at the end of a thread's heap. Blocks of all free memory reach that end, and cost
+    # little: they are not written to.
     blocks = [libc.malloc(BLOCK) for _ in range(min(libc.mallinfo2().fordblks // BLOCK + 1, MOST_BLOCKS))]
     for start in filter(None, blocks):
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + BLOCK) // mmap.PAGESIZE * mmap.PAGESIZE

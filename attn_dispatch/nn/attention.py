@@ -214,17 +214,17 @@ class MultiheadAttention(_Attention):
 
         Args:
             query: [batch, q_len, embed_dim]. key: [batch, k_len, embed_dim], query by default. value: key by default.
-            key_padding_mask: [batch, k_len] bool, True for keys to ignore, or floating point, added to the scores of
-                all queries; with a cache, k_len counts its tokens too. If floating point, it is read on the host,
-                except where it requires a gradient, or in a graph.
+            key_padding_mask: [batch, k_len] bool, True for keys to ignore, or floating point, added to the scores
+                of all queries; with a cache, k_len counts its tokens too. If floating point, it is read on the
+                host, except where it requires a gradient, or in a graph.
             need_weights: False; average_attn_weights has no effect without weights.
             attn_mask: [q_len, k_len] or [batch * heads, q_len, k_len]: bool, True for keys to ignore, or floating
                 point, added to the scores.
-            is_causal: the last query is aligned with the last key, also without attn_mask, and beside it; the config's
-                by default.
+            is_causal: the last query is aligned with the last key, also without attn_mask, and beside it; the
+                config's by default.
             cache: holds the keys and values of earlier tokens; query then has the next ones. Needs a causal pattern.
-            positions: [q_len] or [batch, q_len] integers for rotary embeddings; by default tokens are counted from 0
-                on, those in the cache first.
+            positions: [q_len] or [batch, q_len] integers for rotary embeddings; by default tokens are counted from
+                0 on, those in the cache first.
 
         Returns:
             [batch, q_len, embed_dim], 0 before out_proj for a query without keys; and None for the weights.
@@ -276,9 +276,9 @@ class SeparateProjections(_Attention):
         self.k_proj = nn.Linear(config.embed_dim, kv, **made)
         self.v_proj = nn.Linear(config.embed_dim, kv, **made)
         self.out_proj = nn.Linear(config.embed_dim, config.embed_dim, **made)
-        self.inner_attn_ln = (
-            nn.LayerNorm(config.embed_dim, eps=config.norm_eps, device=device, dtype=dtype) if config.sub_norm else None
-        )
+        self.inner_attn_ln: nn.LayerNorm | None = None
+        if config.sub_norm:
+            self.inner_attn_ln = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -301,8 +301,8 @@ class SeparateProjections(_Attention):
     ) -> tuple[Tensor, None]:
         """Attention of query over key and value, with arguments as `MultiheadAttention.forward` has them.
 
-        With like_torchscale, key_padding_mask must hide the ends of rows only; it is read on the host, and each row is
-        computed as if it stood alone.
+        With like_torchscale, key_padding_mask must hide the ends of rows only; it is read on the host, and each
+        row is computed as if it stood alone.
 
         Returns:
             [batch, q_len, embed_dim]; and None for the weights.

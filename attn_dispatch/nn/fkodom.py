@@ -30,9 +30,9 @@ class DilatedAttention(nn.Module):
         softmax_scale: factor of the scores; `head_dim ** -0.5` by default.
         attention_dropout: probability of dropping an attention weight, in training.
         op: None: kernels are measured here.
-        like_fkodom: the numbers of that library: results are divided by their sum over the sequence, and by the number
-            of branches; where that does not divide heads, some heads are taken twice and the last ones not at all;
-            softmax_scale and attention_dropout have no effect. Else the exact pattern.
+        like_fkodom: the numbers of that library: results are divided by their sum over the sequence, and by the
+            number of branches; where that does not divide heads, some heads are taken twice and the last ones not
+            at all; softmax_scale and attention_dropout have no effect. Else the exact pattern.
 
     Raises:
         InvalidInput: an argument is wrong, or op is given.
@@ -59,14 +59,10 @@ class DilatedAttention(nn.Module):
         if self.like_fkodom:
             return self._like_fkodom(query, key, value, is_causal)
         lengths, rates = zip(*self.branches)
-        return attend(  # type: ignore[no-any-return]
-            query,
-            key,
-            value,
-            Dilated(lengths, rates, is_causal, heads="split"),
-            scale=self.softmax_scale,
-            dropout_p=self.dropout_p if self.training else 0.0,
-        )
+        pattern = Dilated(lengths, rates, is_causal, heads="split")
+        dropout_p = self.dropout_p if self.training else 0.0
+        out: Tensor = attend(query, key, value, pattern, scale=self.softmax_scale, dropout_p=dropout_p)
+        return out
 
     def _like_fkodom(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
         length, heads, count = query.shape[1], query.shape[2], len(self.branches)
@@ -177,20 +173,10 @@ class _Layer(nn.Module):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation: Any = activation
         self.dropout = nn.Dropout(dropout)
+        sizes = d_model, nhead, dilation_rates, segment_lengths, dropout
+        same = {"layer_norm_eps": layer_norm_eps, "gamma_init": gamma_init, "like_fkodom": like_fkodom, **made}
         for name, layer_norm in self.attentions.items():
-            attention = MultiheadDilatedAttention(
-                d_model,
-                nhead,
-                dilation_rates,
-                segment_lengths,
-                dropout,
-                layer_norm=layer_norm,
-                layer_norm_eps=layer_norm_eps,
-                gamma_init=gamma_init,
-                like_fkodom=like_fkodom,
-                **made,
-            )
-            self.add_module(name, attention)
+            self.add_module(name, MultiheadDilatedAttention(*sizes, layer_norm=layer_norm, **same))
         for number, size in enumerate([*[d_model] * (len(self.attentions) + 1), dim_feedforward], 1):
             self.add_module(f"norm{number}", nn.LayerNorm(size, eps=layer_norm_eps, **made))
         self.linear1 = nn.Linear(d_model, dim_feedforward, **made)
@@ -235,8 +221,8 @@ class DilatedTransformerDecoderLayer(_Layer):
 class LongNet(nn.Module):
     """dilated_attention_pytorch.long_net.LongNet: an encoder and a decoder; like_fkodom: as for `DilatedAttention`.
 
-    Each layer is drawn anew, with the gains of MAGNETO for an encoder and a decoder (Wang et al. 2022, figure 2); there
-    all begin as copies of one.
+    Each layer is drawn anew, with the gains of MAGNETO for an encoder and a decoder (Wang et al. 2022, figure 2);
+    there all begin as copies of one.
     """
 
     def __init__(
@@ -260,25 +246,12 @@ class LongNet(nn.Module):
         decoder_gain = math.log(3 * num_decoder_layers)
         encoder_gain = decoder_gain * math.log(2 * num_encoder_layers) / 3
 
+        sizes = d_model, nhead, segment_lengths, dilation_rates, dim_feedforward, dropout, activation
+        made: dict[str, Any] = {"device": device, "dtype": dtype, "like_fkodom": like_fkodom}
+
         # Named as torch.nn.TransformerEncoder names them.
         def stack(kind: type[_Layer], count: int, gain: float) -> nn.ModuleDict:
-            layers = (
-                kind(
-                    d_model,
-                    nhead,
-                    segment_lengths,
-                    dilation_rates,
-                    dim_feedforward,
-                    dropout,
-                    activation,
-                    layer_norm_eps,
-                    gain**0.5,
-                    device,
-                    dtype,
-                    like_fkodom=like_fkodom,
-                )
-                for _ in range(count)
-            )
+            layers = (kind(*sizes, layer_norm_eps, gain**0.5, **made) for _ in range(count))
             return nn.ModuleDict({"layers": nn.ModuleList(layers)})
 
         self.encoder = stack(DilatedTransformerEncoderLayer, num_encoder_layers, encoder_gain)

@@ -66,16 +66,8 @@ class _LongNetLayer(nn.Module):
         if config.cross_attention:
             if mesh is not None:
                 raise InvalidInput(f"cross_attention cannot run over a mesh, got {mesh!r}")
-            dense = replace(
-                config,
-                segment_lengths=None,
-                dilation_rates=None,
-                offsets=None,
-                is_causal=False,
-                rotary_base=None,
-                sub_norm=False,
-                like_torchscale=False,
-            )
+            none: dict[str, Any] = dict.fromkeys(("segment_lengths", "dilation_rates", "offsets", "rotary_base"))
+            dense = replace(config, **none, is_causal=False, sub_norm=False, like_torchscale=False)
             self.encoder_attn = SeparateProjections(dense, None, None, backend, device, dtype)
             self.encoder_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.norm_eps, **made)
         self.ffn = FeedForward(config, **made)
@@ -160,8 +152,8 @@ class LongNetEncoderLayer(_LongNetLayer):
 class LongNetDecoderLayer(_LongNetLayer):
     """A causal layer of LongNet; other points as for `LongNetEncoderLayer`.
 
-    With `cross_attention=True`, `x + attention(norm(x), memory)` comes between the two: dense, of all results of an
-    encoder, without rotary embeddings; its parameters are encoder_attn and encoder_attn_layer_norm, as torchscale's.
+    With `cross_attention=True`, `x + attention(norm(x), memory)` comes between the two: dense, of all results of
+    an encoder, without rotary embeddings; its parameters are encoder_attn and encoder_attn_layer_norm, as torchscale's.
 
     Raises:
         InvalidInput: an argument is wrong, unknown or missing.

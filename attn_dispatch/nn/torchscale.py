@@ -1,7 +1,7 @@
 """torchscale's DilatedAttention and LongNetEncoder under their names, with their arguments and parameters.
 
-Trained weights load strictly. Source of the interface: microsoft/torchscale at 4d1e0e8, component/dilated_attention.py
-and model/LongNet.py; prov-gigapath carries a copy.
+Trained weights load strictly. Source of the interface: microsoft/torchscale at 4d1e0e8,
+component/dilated_attention.py and model/LongNet.py; prov-gigapath carries a copy.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class LongNetEncoder(nn.Module):
     """torchscale.model.LongNet.LongNetEncoder, which is also prov-gigapath's `model.encoder`.
 
     Args:
-        args: has the attributes of torchscale's EncoderConfig. Mixtures of experts, DeepNorm, norms after the residual
-            and other settings outside of LongNet are refused by name.
+        args: has the attributes of torchscale's EncoderConfig. Mixtures of experts, DeepNorm, norms after the
+            residual and other settings outside of LongNet are refused by name.
         embed_tokens, embed_positions, output_projection: modules, as there.
         like_torchscale: the numbers that torchscale computes, else the exact pattern.
 
@@ -203,8 +203,8 @@ class LongNetEncoder(nn.Module):
 def replace_attention(model: nn.Module, *, like_torchscale: bool = False) -> int:
     """Put this module's DilatedAttention, with their weights, in the places of torchscale's in a model.
 
-    Needs no flash-attn then, on any device. The weights are shared with the replaced modules, and names in the state
-    dict stay.
+    Needs no flash-attn then, on any device. The weights are shared with the replaced modules, and names in the
+    state dict stay.
 
     Returns:
         The number of modules replaced.
@@ -224,17 +224,10 @@ def replace_attention(model: nn.Module, *, like_torchscale: bool = False) -> int
         raise InvalidInput(f"{type(model).__name__} has no DilatedAttention of torchscale")
     for parent, name, child in found:
         theirs: Any = child
+        sizes = theirs.args, theirs.embed_dim, theirs.num_heads, theirs.dropout
+        kind = theirs.self_attention, theirs.encoder_decoder_attention, theirs.inner_attn_ln is not None
         with torch.device("meta"):
-            ours = DilatedAttention(
-                theirs.args,
-                theirs.embed_dim,
-                theirs.num_heads,
-                theirs.dropout,
-                theirs.self_attention,
-                theirs.encoder_decoder_attention,
-                theirs.inner_attn_ln is not None,
-                like_torchscale=like_torchscale,
-            )
+            ours = DilatedAttention(*sizes, *kind, like_torchscale=like_torchscale)
         for part, _ in list(ours.named_children()):
             setattr(ours, part, getattr(theirs, part))
         setattr(parent, name, ours.train(theirs.training))
@@ -266,6 +259,4 @@ def _refuse_given(**given: object) -> None:
 
 def _padding(mask: Tensor | None) -> Tensor | None:
     """A mask of any dtype as bool, or None where it hides nothing."""
-    if mask is None or not bool(mask.any()):
-        return None
-    return mask.bool()
+    return None if mask is None or not bool(mask.any()) else mask.bool()

@@ -18,16 +18,9 @@ from attn_dispatch.spec.problem import Call, choose_pattern
 from attn_dispatch.spec.tracing import is_dtensor
 
 #: The axes of attend's other tensors: batch, heads, queries, keys; the last ones where a tensor has fewer.
-_AXES = {
-    "seq_lens": "b",
-    "key_lens": "b",
-    "key_mask": "bk",
-    "documents": "bk",
-    "bias": "bhqk",
-    "sink": "h",
-    "alibi_slopes": "bh",
-}
-_OF_TOKENS = ("key_mask",)  #: those of which each rank gives its own part where the sequence is sharded
+_AXES = {"seq_lens": "b", "key_lens": "b", "key_mask": "bk", "documents": "bk"}
+_AXES |= {"bias": "bhqk", "sink": "h", "alibi_slopes": "bh"}
+_OF_TOKENS = "key_mask"  #: of which each rank gives its own part where the sequence is sharded
 
 
 class Part(NamedTuple):
@@ -107,8 +100,11 @@ def _parts(q: Any, k: Any, placements: Any, mesh: Any, axes: dict[str, int]) -> 
         if letter != "b" and (q.shape[axis] % ranks or k.shape[axis] % ranks):
             text = f"got {q.shape[axis]} and {k.shape[axis]} over {ranks} ranks"
             raise InvalidInput(f"{'heads' if letter == 'h' else 'tokens'} of DTensors must be split evenly, {text}")
-        for dim in dims:
-            parts[letter] = _narrower(parts[letter], mesh.size(dim), mesh.get_local_rank(dim))
+        for dim in dims:  # as torch.chunk deals it
+            part = parts[letter]
+            each = -(-part.size // mesh.size(dim))
+            start = min(mesh.get_local_rank(dim) * each, part.size)
+            parts[letter] = Part(part.start + start, min(each, part.size - start), part.whole)
     return parts
 
 
@@ -147,13 +143,6 @@ def _whole(x: Tensor, mesh: Any, placements: list[Any], shape: tuple[int, ...]) 
     return DTensor.from_local(x.contiguous(), mesh, placements, run_check=False, shape=size, stride=strides)
 
 
-def _narrower(part: Part, size: int, rank: int) -> Part:
-    """A rank's share of a part, as torch.chunk deals it."""
-    each = -(-part.size // size)
-    start = min(rank * each, part.size)
-    return Part(part.start + start, min(each, part.size - start), part.whole)
-
-
 def _local(name: str, x: Any, letters: str, parts: dict[str, Part], placements: Any, mesh: Any) -> Tensor:
     """This rank's part of a tensor of all ranks."""
     from torch.distributed.tensor import Partial, Replicate
@@ -170,6 +159,6 @@ def _local(name: str, x: Any, letters: str, parts: dict[str, Part], placements: 
         raise InvalidInput(f"{name} must be a DTensor where q is and it gets a gradient, which is summed over ranks")
     for axis, letter in enumerate(letters[-x.ndim :] if x.ndim else ""):
         part = parts.get(letter)
-        if part is not None and x.shape[axis] == part.whole and (letter != "k" or name in _OF_TOKENS):
+        if part is not None and x.shape[axis] == part.whole and (letter != "k" or name == _OF_TOKENS):
             x = x.narrow(axis, part.start, part.size)
     return x  # type: ignore[no-any-return]

@@ -73,9 +73,8 @@ def explained(sharded: ShardedProblem, exchange: str | None) -> Decision:
     """
     own = _RankReport.of(sharded)
     local = [sharded.sees_others(rank) for rank in range(sharded.link.size)]
-    ranks = Ranks(
-        sharded, [replace(own, refusals={**own.refusals, LOCAL: own.refusals[LOCAL] or why}) for why in local]
-    )
+    refusals = ({**own.refusals, LOCAL: own.refusals[LOCAL] or why} for why in local)
+    ranks = Ranks(sharded, [replace(own, refusals=each) for each in refusals])
     forced = ranks.forced(exchange)
     stored = Store(cache_folder()).get(*ranks.request.address) if forced is None and mode() != "off" else None
     if stored is not None and is_believed(stored):

@@ -203,8 +203,8 @@ def _drop_all() -> None:
         used = bool(_links)
         _drop(list(_links))
     if used:
-        # PyTorch itself may hold the default group (as a default argument in torch.distributed.nn). A thread of it that
-        # waits for the interpreter's lock, to release the tensors of the last collective, gets it here.
+        # PyTorch itself may hold the default group (as a default argument in torch.distributed.nn). A thread of it
+        # that waits for the interpreter's lock, to release the tensors of the last collective, gets it here.
         time.sleep(RELEASE_S)
 
 
@@ -217,14 +217,9 @@ def _gloo_beside(group: Any) -> Any:
     name = f"attn_dispatch/{group.group_name}/{digest_of(ranks)[0]}"
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore(name, c10d._get_default_store())
-    return dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), _timeout_of(group))
-
-
-def _timeout_of(group: Any) -> timedelta:
-    """The time-out of a group of CUDA tensors; the default one where its backend does not tell."""
     options = getattr(group._get_backend(torch.device("cuda")), "options", None)
-    found: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
-    return found
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)  # where it tells
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
 
 
 def _group(mesh: object) -> Any:
@@ -256,8 +251,8 @@ def _world() -> Any:
 
 @contextmanager
 def world(device: str) -> Iterator[None]:
-    """Initialize the ranks that torchrun started, for commands: each uses the GPU of its local rank; the time-out is
-    TIMEOUT, since ranks wait while another one measures.
+    """Initialize the ranks that torchrun started, for commands: each uses the GPU of its local rank; the time-out
+    is TIMEOUT, since ranks wait while another one measures.
     """
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -293,9 +288,8 @@ def agree(
             time.
     """
     digest = digest_of(arguments) if error is None else (0,) * DIGEST_SIZE
-    table = link.all_gather(
-        torch.tensor([*digest, length, error is None, decision_id], dtype=torch.int64, device="cpu")
-    )
+    row = torch.tensor([*digest, length, error is None, decision_id], dtype=torch.int64, device="cpu")
+    table = link.all_gather(row)
     same = bool((table[:, :DIGEST_SIZE] == table[0, :DIGEST_SIZE]).all()) and bool(table[:, NO_ERROR].all())
     if not same:
         answers = link.all_gather_objects(dict(arguments) if error is None else one_line(error))
@@ -364,10 +358,9 @@ def _differences(answers: list[Any]) -> str:
         for rank, each in enumerate(answers):
             by_value.setdefault(str(each.get(name)), []).append(rank)
         if len(by_value) > 1:
-            parts = (f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            parts = (
+                f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+                for value, ranks in by_value.items()
+            )
             lines.append(f"{name}: {', '.join(parts)}")
     return "\n  ".join(lines)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

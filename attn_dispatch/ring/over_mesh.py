@@ -25,7 +25,7 @@ from attn_dispatch.ring.trial import Trial
 from attn_dispatch.settings import budget_ms, expected_calls, mode
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.spec.problem import Call, Problem, choose_pattern
+from attn_dispatch.spec.problem import CONTIGUOUS, Call, Problem, choose_pattern
 from attn_dispatch.spec.tensors import check_seq_lens, check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 
@@ -104,7 +104,7 @@ def _checked(call: Call, kind: str) -> MeshCall:
     """Check the arguments, as far as possible without the other ranks.
 
     Raises:
-        InvalidInput: an argument is wrong.
+        InvalidInput: an argument, or an environment variable, is wrong.
     """
     chosen, seq_lens = choose_pattern(call), call.seq_lens
     local = local_problem(call)
@@ -114,19 +114,10 @@ def _checked(call: Call, kind: str) -> MeshCall:
         allowed = ", ".join(map(repr, EXCHANGES))
         raise InvalidInput(f"order must be None or one of {allowed} over a mesh, got {call.order!r}")
     check_seq_lens(seq_lens, local.batch, sys.maxsize, sys.maxsize, call.q.device)  # of all ranks' tokens
-    return MeshCall(call, replace(local, has_seq_lens=seq_lens is not None), chosen, kind, _settings())
-
-
-def _settings() -> dict[str, Any]:
-    """The environment variables that must be equal on all ranks. In mode "tune" these include the settings of trials,
-    which all ranks must end in the same round.
-
-    Raises:
-        InvalidInput: an environment variable is wrong.
-    """
-    found = mode()
-    trials = {"budget_ms": budget_ms(), "expected_calls": expected_calls()} if found == "tune" else {}
-    return {"mode": found, **trials}
+    settings: dict[str, Any] = {"mode": mode()}
+    if settings["mode"] == "tune":  # all ranks must end a trial in the same round
+        settings |= {"budget_ms": budget_ms(), "expected_calls": expected_calls()}
+    return MeshCall(call, replace(local, has_seq_lens=seq_lens is not None), chosen, kind, settings)
 
 
 def _decision_for(link: Link, checked: MeshCall) -> Decided:
@@ -163,15 +154,9 @@ def _sharded(link: Link, checked: MeshCall, lengths: tuple[int, ...]) -> Sharded
     tokens = sum(lengths)
     if checked.call.seq_lens is not None:
         check_seq_lens_values(checked.call.seq_lens, tokens)
-    problem = replace(
-        checked.local,
-        pattern=_fitting(checked.pattern, tokens, checked.local.heads),
-        given=checked.pattern,
-        q_len=tokens,
-        k_len=tokens,
-        strides=("bnhd", "bnhd", "bnhd"),  # strides may differ between ranks
-        ranks=link.size,
-    )
+    pattern = _fitting(checked.pattern, tokens, checked.local.heads)
+    problem = replace(checked.local, pattern=pattern, given=checked.pattern, q_len=tokens, k_len=tokens)
+    problem = replace(problem, strides=CONTIGUOUS, ranks=link.size)  # strides may differ between ranks
     return ShardedProblem(problem, Layout(lengths, checked.kind), link)
 
 

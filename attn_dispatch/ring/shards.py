@@ -10,7 +10,6 @@ x = unshard(x, spread)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from attn_dispatch.ring.link import Link, agree, errors_sent, gathered, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of, tokens_of
 from attn_dispatch.spec import checks
+from attn_dispatch.spec.tensors import axis_of
 from attn_dispatch.spec.tracing import ContextParallel
 
 
@@ -77,7 +77,7 @@ def shard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
         InvalidInput: an argument is wrong, or there are fewer tokens than ranks.
     """
     link, spread = spread_of(mesh)
-    axis = _axis(x, dim)
+    axis = axis_of(x, dim)
     return tokens_of(x, spread.layout(x.shape[axis]), link.rank, axis).contiguous()
 
 
@@ -97,7 +97,7 @@ def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
     """
     link, spread = spread_of(mesh)
     with errors_sent(link):
-        axis = _axis(x, dim)
+        axis = axis_of(x, dim)
     shape = [None if at == axis else size for at, size in enumerate(x.shape)]
     arguments = {"shape": shape, "dtype": str(x.dtype), "device": x.device.type, "shards": spread.kind}
     layout = Layout(agree(link, arguments, x.shape[axis], 0).lengths, spread.kind)
@@ -130,11 +130,3 @@ def weights_of(mesh: object, each: float) -> tuple[float, ...]:
     if not all(0 < share < math.inf for share, _ in found):
         raise InvalidInput(f"each must be a positive number on every rank, got {', '.join(text for _, text in found)}")
     return tuple(share for share, _ in found)
-
-
-def _axis(x: Sequence[Any] | Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor):
-        raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise InvalidInput(f"dim must be an axis of x, which has {x.ndim}, got {dim!r}")
-    return dim % x.ndim

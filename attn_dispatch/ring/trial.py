@@ -22,7 +22,7 @@ from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem
 from attn_dispatch.spec.orders import LOCAL
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import CONTIGUOUS, Problem
 from attn_dispatch.store.decision import Row
 from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning.candidates import Candidate, Request
@@ -190,15 +190,9 @@ def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
     problem, layout = sharded.problem, sharded.layout
     pattern = fitted(problem.pattern, SMALL)
     pattern.check(SMALL, SMALL)
-    small = replace(
-        problem,
-        pattern=pattern.simplify(SMALL, SMALL, problem.heads),
-        batch=min(problem.batch, SMALL_BATCH),
-        q_len=SMALL,
-        k_len=SMALL,
-        return_lse=True,
-        strides=("bnhd", "bnhd", "bnhd"),
-    )
+    pattern, batch = pattern.simplify(SMALL, SMALL, problem.heads), min(problem.batch, SMALL_BATCH)
+    small = replace(problem, pattern=pattern, batch=batch, q_len=SMALL, k_len=SMALL)
+    small = replace(small, return_lse=True, strides=CONTIGUOUS)
     try:
         lengths = deal(SMALL, layout.ranks, layout.lengths)
     except InvalidInput:  # in these proportions a rank would have no token

@@ -113,9 +113,8 @@ def neighborhood(
             if shared != 1:
                 raise InvalidInput(f"stride must be 1 on every axis, got {strides}: others need edges='shift'")
         elif width * step > size:
-            raise InvalidInput(
-                f"edges='shift' needs window * dilation <= grid on every axis, got {width} * {step} > {size}"
-            )
+            needs = "edges='shift' needs window * dilation <= grid on every axis"
+            raise InvalidInput(f"{needs}, got {width} * {step} > {size}")
         elif shared > width:
             raise InvalidInput(f"stride must be from 1 to the window on every axis, got {shared} > {width}")
     if edges == "clip":

@@ -17,12 +17,8 @@ from attn_dispatch.text import where_true
 SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: fields of a pattern; others are its class
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
 #: What a call may do to the scores besides scaling them, and the fields of a problem that say so, left out if empty.
-SCORE_TERMS = {
-    "softcap": "softcap",
-    "bias": "bias",
-    "bias's gradient": "bias_needs_grad",
-    "alibi_slopes": "alibi_axes",
-}
+SCORE_TERMS = {"softcap": "softcap", "bias": "bias", "bias's gradient": "bias_needs_grad"}
+SCORE_TERMS |= {"alibi_slopes": "alibi_axes"}
 DIGITS = 12
 KEY_DIGITS = 20
 USUAL = {"offsets": "mod", "heads": "all", "edges": "clip"}  #: default fields of a pattern, left out of titles

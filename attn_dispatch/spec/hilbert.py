@@ -88,16 +88,11 @@ def _parts(sizes: Sizes) -> list[Part]:
     """Split a box so that its parts are no less cubic than the box."""
     w, h, d = sizes
     if 2 * w > 3 * h:
-        return _in_two(sizes)
+        i, rest = _half(w), ((1, 0, h - 1), (2, 0, d - 1))
+        return [((0, 0, i - 1), *rest), ((0, i, w - 1), *rest)]
     if 3 * h > 4 * d or w % 2:
         return _in_three(sizes)
     return _in_five(sizes)
-
-
-def _in_two(sizes: Sizes) -> list[Part]:
-    w, h, d = sizes
-    i = _half(w)
-    return [((0, 0, i - 1), (1, 0, h - 1), (2, 0, d - 1)), ((0, i, w - 1), (1, 0, h - 1), (2, 0, d - 1))]
 
 
 def _in_three(sizes: Sizes) -> list[Part]:

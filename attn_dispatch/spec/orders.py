@@ -283,13 +283,10 @@ def positions(order: str, pattern: Pattern, length: int) -> Tensor:
 
 
 def _of_tokens(x: Tensor, order: str, pattern: Pattern, dim: int) -> Tensor | None:
-    import torch
+    from attn_dispatch.spec.tensors import axis_of
 
-    if not isinstance(x, torch.Tensor):
-        raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise InvalidInput(f"dim must be an axis of x, which has {x.ndim}, got {dim!r}")
-    return _checked_permutation(order, pattern, x.shape[dim])
+    axis = axis_of(x, dim)
+    return _checked_permutation(order, pattern, x.shape[axis])
 
 
 def _checked_permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:

@@ -255,9 +255,8 @@ class Dilated(Pattern):
         lengths = integers("segment_lengths", self.segment_lengths)
         rates = integers("dilation_rates", self.dilation_rates)
         if len(lengths) != len(rates):
-            raise InvalidInput(
-                f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}: each branch needs both"
-            )
+            counts = f"segment_lengths has {len(lengths)} entries and dilation_rates {len(rates)}"
+            raise InvalidInput(f"{counts}: each branch needs both")
         boolean("is_causal", self.is_causal)
         choice("offsets", self.offsets, ("mod", "block"))
         choice("heads", self.heads, ("all", "split"))
@@ -294,9 +293,8 @@ class Dilated(Pattern):
     def bands(self, q_len: int, k_len: int, offsets: Offsets) -> tuple[Band, ...]:
         ahead = k_len - q_len
         high, cuts = ahead if self.is_causal else None, zip(self.branches, offsets)
-        return tuple(
-            Band(None, high, min(w, k_len), r, offset, ahead=ahead) for (w, r), offset in cuts if offset is not None
-        )
+        mine = ((min(w, k_len), r, offset) for (w, r), offset in cuts if offset is not None)
+        return tuple(Band(None, high, *cut, ahead=ahead) for cut in mine)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         import torch
@@ -323,9 +321,8 @@ class Dilated(Pattern):
 
     def simplify(self, q_len: int, k_len: int, heads: int) -> Pattern:
         if self.all_heads is not None and self.first_head + heads > self.all_heads:
-            raise InvalidInput(
-                f"heads {self.first_head} to {self.first_head + heads - 1} are given, but all_heads is {self.all_heads}"
-            )
+            given = f"heads {self.first_head} to {self.first_head + heads - 1} are given"
+            raise InvalidInput(f"{given}, but all_heads is {self.all_heads}")
         lengths = tuple(min(length, k_len) for length in self.segment_lengths)
         if len(lengths) == 1 and lengths[0] == k_len and self.dilation_rates == (1,):
             return Dense(self.is_causal).simplify(q_len, k_len, heads)

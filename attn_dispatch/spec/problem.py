@@ -40,6 +40,7 @@ from attn_dispatch.text import where_true
 
 LARGEST_SOFTCAP = 1e30  #: scores are float32 in most kernels
 PRECISIONS = ("highest", "high", "medium")
+CONTIGUOUS = ("bnhd", "bnhd", "bnhd")  #: stride classes of q, k and v (see `tensors.stride_class`)
 PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
 
 
@@ -138,7 +139,7 @@ class Problem:
     return_lse: bool = False
     has_seq_lens: bool = False
     has_key_mask: bool = False
-    strides: tuple[str, str, str] = ("bnhd", "bnhd", "bnhd")
+    strides: tuple[str, str, str] = CONTIGUOUS
     deterministic: bool = False
     matmul_precision: str = "highest"
     ranks: int = 1
@@ -210,18 +211,14 @@ class Problem:
         boolean("return_lse", call.return_lse)
         default_scale = math.pow(head_dim, -0.5)
         strides = {name: stride_class(tuple(x.shape), x.stride(), dtype.itemsize) for name, x in tensors.items()}
+        sizes = batch, q_len, k_len, heads, kv_heads, head_dim
         return cls(
-            pattern=chosen.simplify(max(1, q_len), max(1, k_len), heads),
+            chosen.simplify(max(1, q_len), max(1, k_len), heads),
+            *sizes,
+            dtype,
+            where,
+            default_scale if call.scale is None else _scale(call.scale),
             given=given,
-            batch=batch,
-            q_len=q_len,
-            k_len=k_len,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            device=where,
-            scale=default_scale if call.scale is None else _scale(call.scale),
             dropout_p=dropout(call.dropout_p),
             needs_grad=torch.is_grad_enabled()
             and (any(t.requires_grad for t in tensors.values()) or (bias is not None and bias.requires_grad)),

@@ -96,11 +96,19 @@ def check_tensor(name: str, tensor: object, may_be_empty: tuple[int, ...] = ()) 
     if tensor.is_nested or tensor.layout != torch.strided:
         raise InvalidInput(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
     if tensor.ndim != 4:
-        raise InvalidInput(
-            f"{name} must have 4 axes, [batch, len, heads, head_dim] (or layout='bhnd'), got {list(tensor.shape)}"
-        )
+        axes = "[batch, len, heads, head_dim] (or layout='bhnd')"
+        raise InvalidInput(f"{name} must have 4 axes, {axes}, got {list(tensor.shape)}")
     if tensor.numel() == 0 and not all(tensor.shape[axis] for axis in range(4) if axis not in may_be_empty):
         raise InvalidInput(f"{name} must have at least one entry on every axis, got {list(tensor.shape)}")
+
+
+def axis_of(x: object, dim: object) -> int:
+    """The axis `dim` of a tensor, counted from its first one."""
+    if not isinstance(x, Tensor):
+        raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise InvalidInput(f"dim must be an axis of x, which has {x.ndim}, got {dim!r}")
+    return dim % x.ndim
 
 
 def common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
@@ -228,9 +236,8 @@ def check_alibi_slopes(slopes: object, batch: int, heads: int, device: torch.dev
     allowed, shapes = f"[heads] = [{heads}] or [batch, heads] = [{batch}, {heads}]", [(heads,), (batch, heads)]
     found = _check("alibi_slopes", slopes, FLOATING, shapes, allowed, device)
     if found.requires_grad and torch.is_grad_enabled():
-        raise InvalidInput(
-            "alibi_slopes get no gradient: detach them, or give -slope * distance as bias, which gets one"
-        )
+        how = "detach them, or give -slope * distance as bias, which gets one"
+        raise InvalidInput(f"alibi_slopes get no gradient: {how}")
 
 
 def _kind(value: object) -> str:

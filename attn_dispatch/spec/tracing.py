@@ -24,11 +24,8 @@ from attn_dispatch.errors import InvalidInput, NoBackend
 # Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
 P = ParamSpec("P")
 T = TypeVar("T")
-_HARMLESS = tuple(
-    getattr(checkpoint, name)
-    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    if hasattr(checkpoint, name)
-)
+_REPLAYS = "_CachingTorchDispatchMode", "_CachedTorchDispatchMode"
+_HARMLESS = tuple(getattr(checkpoint, name) for name in _REPLAYS if hasattr(checkpoint, name))
 _TRACERS = (FakeTensor, FunctionalTensor)
 _operator = threading.local()
 forward_ad: Any = torch.autograd.forward_ad  #: without types; the level is private
@@ -86,9 +83,8 @@ def check_sizes(**tensors: Any) -> None:
     """Raise InvalidInput for symbolic sizes: a decision holds for one size."""
     for name, x in tensors.items():
         if isinstance(x, Tensor) and any(isinstance(size, torch.SymInt) for size in x.shape):
-            raise InvalidInput(
-                f"{name} must have sizes that are numbers, got {list(x.shape)}: trace attend with static shapes"
-            )
+            how = "trace attend with static shapes"
+            raise InvalidInput(f"{name} must have sizes that are numbers, got {list(x.shape)}: {how}")
 
 
 def refuse_jit() -> None:

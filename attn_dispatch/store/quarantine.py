@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -188,14 +188,8 @@ class Quarantine:
     def _entry_for(self, trial: Trial) -> Entry:
         name = f"{trial.backend} {trial.version}" if trial.version else trial.backend
         reason = f"the process ended while {name} ran {trial.title} for the first time (crashed, killed or stopped)"
-        return Entry(
-            backend=trial.backend,
-            version=trial.version,
-            silicon=self.silicon,
-            kind="died",
-            reason=reason,
-            title=trial.title,
-        )
+        about: dict[str, Any] = {"backend": trial.backend, "version": trial.version, "title": trial.title}
+        return Entry(**about, silicon=self.silicon, kind="died", reason=reason)
 
     def _entries(self) -> Table:
         if self._place not in _known:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import CONTIGUOUS, Problem
 from attn_dispatch.spec.tensors import normal_device
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -25,7 +25,7 @@ class Case:
     kv_heads: int | None = None
     seq_lens: bool = False
     key_mask: bool = False
-    strides: tuple[str, str, str] = ("bnhd", "bnhd", "bnhd")
+    strides: tuple[str, str, str] = CONTIGUOUS
     scale: float | None = None
 
     def problem(self, dtype: torch.dtype, *, needs_grad: bool, device: torch.device | str = "cpu") -> Problem:

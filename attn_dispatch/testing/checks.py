@@ -56,8 +56,8 @@ def conformance(backend: Any, problems: Iterable[Problem] | None = None) -> Conf
 
     Of each problem that `refusals` accepts, in every order that the backend offers:
 
-    * out, lse, dq, dk, dv and dbias are within the derived tolerance of float64, have the right shapes and dtypes, and
-      depend on no memory that was not written;
+    * out, lse, dq, dk, dv and dbias are within the derived tolerance of float64, have the right shapes and dtypes,
+      and depend on no memory that was not written;
     * so are those of the hard cases of the problem's class: large scores, rows without keys, views with NaN around
       them, NaN in what no query sees;
     * inputs, and the memory beside them, are not written to or returned, and a second call leaves the first one's
@@ -66,15 +66,15 @@ def conformance(backend: Any, problems: Iterable[Problem] | None = None) -> Conf
     * no more is allocated than `workspace_bytes` declares;
     * deterministic problems give the same bits twice;
     * dropout has the right mean and variance, and drops the same weights forward and backward;
-    * `partial`, where the backend has it, is right for queries that see other keys too, `run_documents` for rows of
-      documents of several lengths, `key_lens` for rows of several; `specialized` gives `run`'s bits, for others too.
+    * `partial`, where the backend has it, is right for queries that see other keys too, `run_documents` for rows
+      of documents of several lengths, `key_lens` for rows of several; `specialized` gives `run`'s bits, for others too.
 
     `refusals` raises nothing, says the same twice, and gives reasons. Time is not checked.
 
     Args:
         backend: an object or module as for `attn_dispatch.register`, or the name of one that is registered.
-        problems: to hold it to; by default those of `attn_dispatch.testing.problems()` and a few random ones on a CPU,
-            of which it must accept at least one.
+        problems: to hold it to; by default those of `attn_dispatch.testing.problems()` and a few random ones on a
+            CPU, of which it must accept at least one.
 
     Returns:
         What it computed and refused.
@@ -98,9 +98,8 @@ def conformance(backend: Any, problems: Iterable[Problem] | None = None) -> Conf
         reasons = dict.fromkeys(str(each) for refused in found.refused.values() for each in refused)
         found.failures["every problem"] = ["refused: a backend that accepts none is never chosen", *reasons]
     if found.failures:
-        lines = (
-            line for where, texts in found.failures.items() for line in (f"  {where}", *(f"    {t}" for t in texts))
-        )
+        each = ((f"  {where}", *(f"    {text}" for text in texts)) for where, texts in found.failures.items())
+        lines = (line for some in each for line in some)
         message = f"{found.name} fails {len(found.failures)} of {len(chosen)} problems:"
         raise AssertionError("\n".join([message, *lines])) from found.cause
     return Conformance(tuple(found.computed), found.refused)
@@ -137,9 +136,8 @@ class _Findings:
                 self.refused[problem] = tuple(refusals)
                 return
             if problem.ranks > 1:
-                self.fail(
-                    where, f"accepted, but run() has the tensors of one rank of {problem.ranks}: see refuse_ranks"
-                )
+                why = f"run() has the tensors of one rank of {problem.ranks}: see refuse_ranks"
+                self.fail(where, f"accepted, but {why}")
                 return
             declared = self.backend.workspace_bytes(problem)
             if type(declared) is not int or declared < 0:
@@ -256,11 +254,8 @@ class _OrderCheck:
             (dv,) = gradients((out,), (ones,), (example.grad,))
             # out is linear in v: <dv, v> is <grad, out> if both passes dropped the same weights.
             products = dv.double().sum(), (example.grad.double() * out.detach().double()).sum()
-            allowed = (
-                torch.finfo(self.problem.dtype).eps
-                * float(example.grad.double().abs().sum())
-                * math.sqrt(self.problem.k_len)
-            )
+            eps, size = torch.finfo(self.problem.dtype).eps, float(example.grad.double().abs().sum())
+            allowed = eps * size * math.sqrt(self.problem.k_len)
             if not abs(float(products[0] - products[1])) <= allowed:
                 failures.append("the backward pass dropped other weights than the forward pass")
         return failures
@@ -268,10 +263,9 @@ class _OrderCheck:
 
 def _dropout_failures(kept: Tensor, example: Example) -> list[str]:
     """What is wrong with sums of kept weights [batch, q_len, heads], each 1 without dropout."""
-    problem = example.problem
-    p = problem.dropout_p
-    # The sum of squared weights: the softmax of twice the scores, relative to that of the scores. As lse at scale s and
-    # 2 s: log(sum exp(2 s)) - 2 log(sum exp(s)).
+    problem, p = example.problem, example.problem.dropout_p
+    # The sum of squared weights: the softmax of twice the scores, relative to that of the scores. As lse at scale
+    # s and 2 s: log(sum exp(2 s)) - 2 log(sum exp(s)).
     plain = replace(problem, dropout_p=0.0, needs_grad=False, return_lse=True)
     lse, twice = (
         expected_of(replace(example, problem=replace(plain, scale=scale), grad=None))["lse"].value
@@ -280,10 +274,9 @@ def _dropout_failures(kept: Tensor, example: Example) -> list[str]:
     seen = lse.isfinite()
     variance = p / (1 - p) * (twice - 2 * lse)[seen].exp()
     sums = kept.transpose(1, 2)[seen]
-    count = sums.numel()
     if bool((kept.transpose(1, 2)[~seen] != 0).any()):
         return ["with dropout, a query without keys has a result"]
-    spread, mean = float((variance.sum() / count**2).sqrt()), float(sums.mean())
+    spread, mean = float((variance.sum() / sums.numel() ** 2).sqrt()), float(sums.mean())
     if abs(mean - 1) > DEVIATIONS * spread:
         return [f"with dropout {p:g} the kept weights sum up to {mean:.3f} in the mean, not to 1 +- {spread:.3f}"]
     found, known = float((sums - 1).square().mean()), float(variance.mean())

@@ -22,7 +22,7 @@ from attn_dispatch.kernels.contract import Backend, adapted, asks_specialized, r
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import CONTIGUOUS, Problem
 from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import nan_memory
 from attn_dispatch.tuning.oracle import Oracle
@@ -35,9 +35,7 @@ def problem_of_partial(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of which `partial` is asked as part of this one; None where it is not."""
     if backend.partial is None or problem.scale <= 0 or problem.score_terms or problem.dropout_p:
         return None
-    part = replace(
-        problem, return_lse=True, has_seq_lens=False, has_key_mask=problem.masked, strides=("bnhd", "bnhd", "bnhd")
-    )
+    part = replace(problem, return_lse=True, strides=CONTIGUOUS, has_seq_lens=False, has_key_mask=problem.masked)
     return None if refusals_of(backend, part) else part
 
 
@@ -78,9 +76,8 @@ def partial_failures(backend: Any, problem: Problem) -> list[str]:
             more = _dq_of(oracle, q, keys, values, others, out, whole)
             known = [oracle.expected[name].value[:, own:].to(problem.dtype) for name in ("dk", "dv")]
             found["dq"] = (dq.double() + more).to(problem.dtype)
-            found["dk"], found["dv"] = (
-                torch.cat((x.to(problem.dtype), rest), 1) for x, rest in zip((dk, dv), known, strict=True)
-            )
+            for name, x, rest in zip(("dk", "dv"), (dk, dv), known, strict=True):
+                found[name] = torch.cat((x.to(problem.dtype), rest), 1)
         return list(oracle.check(found).failures)
 
 
@@ -107,15 +104,16 @@ def problem_of_documents(backend: Backend, problem: Problem) -> Problem | None:
 
 def documents_failures(backend: Any, problem: Problem) -> list[str]:
     """What is wrong with the results of `problem_of_documents`, of documents of several lengths."""
-    lengths = _lengths(problem.q_len)
+    first = (problem.q_len + 1) // 2
+    rest = problem.q_len - first  # a single token, where there is room, and the others
+    lengths = tuple(length for length in (first, min(1, rest), rest - 1) if length > 0)
     example = make(problem)
     shape = (problem.batch, problem.heads, problem.q_len, problem.q_len)
     counts, start = torch.zeros(shape, dtype=torch.int32, device=problem.device), 0
     for length in lengths:
         inside = slice(start, start := start + length)
-        counts[:, :, inside, inside] = problem.pattern.multiplicity(
-            length, length, problem.heads, device=problem.device
-        )
+        some = problem.pattern.multiplicity(length, length, problem.heads, device=problem.device)
+        counts[:, :, inside, inside] = some
     return _failures(backend, problem, example, counts, partial(backend.run_documents, lengths=lengths))
 
 
@@ -154,17 +152,10 @@ def _failures(backend: Any, problem: Problem, example: Example, counts: Tensor, 
     return list(oracle.check(found).failures)
 
 
-def _lengths(tokens: int) -> tuple[int, ...]:
-    """Lengths of documents, one of them a single token where there is room."""
-    first = (tokens + 1) // 2
-    return tuple(length for length in (first, min(1, tokens - first), tokens - first - 1) if length > 0)
-
-
 def _oracle(example: Example, counts: Tensor) -> Oracle:
     """The expected results of a row whose queries see keys so often, besides what the example's score terms are."""
-    dense = replace(
-        example.problem, pattern=Dense(), has_key_mask=False, bias=tuple(counts.shape[:2]), is_document=False
-    )
+    dense = replace(example.problem, pattern=Dense(), has_key_mask=False, is_document=False)
+    dense = replace(dense, bias=tuple(counts.shape[:2]))
     masks = {name: x for name, x in example.masks.items() if name != "key_mask"}
     return Oracle.of(replace(example, problem=dense, masks={**masks, "bias": counts.double().log()}))
 
@@ -192,9 +183,8 @@ def specialized_failures(backend: Any, problem: Problem) -> list[str]:
             failures += [f"{axes}{other}{each}" for each in _differences(result, expected, problem, heads_first)]
             if problem.needs_grad and not failures:
                 grads = (gradients(_pair(x)[:1], given, _pair(x)[:1]) for x in (result, expected))
-                failures += [
-                    f"{axes}{other}{name} differs" for name, x, y in zip("qkv", *grads) if not torch.equal(x, y)
-                ]
+                wrong = [name for name, x, y in zip("qkv", *grads) if not torch.equal(x, y)]
+                failures += [f"{axes}{other}{name} differs" for name in wrong]
             results += [(x, x.clone()) for x in _pair(result) if x is not None]
         if not all(torch.equal(x, known) for x, known in results):
             failures.append(f"{axes}a second call changed the result of the first")

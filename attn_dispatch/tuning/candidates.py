@@ -75,16 +75,11 @@ class Candidate:
     def measured_row(self, status: str, reason: str, **values: float | bool | None) -> Row:
         """A row of this candidate, measured now; `values` are further fields of `Row`, without infinite ones."""
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        return Row(
-            backend=self.name,
-            order=self.order,
-            status=status,
-            reason=printable(reason),
-            version=self.version,
-            workspace_bytes=self.workspace_bytes,
-            measured=utc_now(),
-            **known,  # type: ignore[arg-type]
-        )
+        return self.made_row(status, reason, workspace_bytes=self.workspace_bytes, measured=utc_now(), **known)
+
+    def made_row(self, status: str, reason: str, **values: Any) -> Row:
+        about: dict[str, Any] = {"backend": self.name, "order": self.order, "version": self.version}
+        return Row(**about, status=status, reason=printable(reason), **values)
 
     def problem_title(self, problem: Problem) -> str:
         """The problem as text, with the order unless it is natural."""
@@ -144,18 +139,10 @@ class Request:
 
     def decision(self, chosen: CandidateId | None, source: str, rows: Iterable[Row], **more: Any) -> Decision:
         """Make a decision, created now; `more` are further fields of `Decision`."""
-        backend, order = chosen or ("", "")
-        given = {"provenance": provenance(self.problem.device), "created": utc_now(), **more}
-        return Decision(
-            **self.address._asdict(),
-            title=str(self.problem),
-            problem=self.plain,
-            choice=backend,
-            order=order,
-            source=source,
-            candidates=tuple(rows),
-            **given,
-        )
+        given: dict[str, Any] = {"title": str(self.problem), "problem": self.plain, "source": source}
+        given["choice"], given["order"] = chosen or ("", "")
+        given |= {"provenance": provenance(self.problem.device), "created": utc_now(), **more}
+        return Decision(**self.address._asdict(), candidates=tuple(rows), **given)
 
     def candidates_of(self, backend: Backend, free: int | None) -> list[Candidate]:
         """One candidate per order; a single one, in natural order, of a backend that refuses."""
@@ -285,8 +272,7 @@ registry.guard_imports(_guarded_import)
 
 def ruled_out(each: Candidate, status: str, reason: str) -> Candidate:
     """The candidate, which cannot run, with its status and reason."""
-    row = Row(backend=each.name, order=each.order, status=status, reason=printable(reason), version=each.version)
-    return Candidate(each.backend, each.order, each.version, row)
+    return Candidate(each.backend, each.order, each.version, each.made_row(status, reason))
 
 
 def _checked_memory(each: Candidate, needed: int, free: int) -> Candidate:

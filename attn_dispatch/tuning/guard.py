@@ -34,15 +34,8 @@ GRACE_S = 0.5  #: seconds that a call may take to end after it was interrupted
 CPU_SLACK = 64 << 20  #: bytes of peak over the declared ones that are tolerated: a CPU peak is the whole process's
 CUDA_SLACK = 2 << 20  #: bytes of peak over the declared ones that are tolerated: the caching allocator's rounding
 #: Lower-case texts by which an exception of any kind counts as a lack of memory.
-MEMORY_TEXTS = (
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "out of memory",
-    "cudaerrormemoryallocation",
-    "_status_alloc_failed",
-    "std::bad_alloc",
-)
+OF_SYSTEMS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
+MEMORY_TEXTS = (*OF_SYSTEMS, "cudaerrormemoryallocation", "_status_alloc_failed", "std::bad_alloc")
 #: Lower-case texts by which an exception reports a limit of the machine or container on threads, processes or files.
 LIMIT_TEXTS = ("can't start new thread", "resource temporarily unavailable", "too many open files")
 LIMIT_ERRORS = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)

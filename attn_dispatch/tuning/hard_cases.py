@@ -1,7 +1,7 @@
 """Hard cases: small problems of the caller's class that are known to break kernels, for the gate.
 
-They share dtype, head_dim, kind of pattern, masks, direction and the rest with the caller's problem; lengths, batch and
-heads are small. In every run, memory that a backend did not write or must not read is NaN.
+They share dtype, head_dim, kind of pattern, masks, direction and the rest with the caller's problem; lengths,
+batch and heads are small. In every run, memory that a backend did not write or must not read is NaN.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ ODD_K = (False, True, False, False)
 NAN_MARGIN = 4096  #: NaN entries before and after a view; a multiple of the alignment of tensors
 SPAN = 3  #: memory of a view, in dense tensors of its shape: a kernel that mistakes the strides reads NaN, not beyond
 COPIES = 3  #: freed NaN blocks of each size
-_UNWRITTEN = {
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-}
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+_UNWRITTEN = {getattr(torch.ops.aten, name) for name in _EMPTY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +100,11 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
         q_len, k_len = (math.prod(grid) if q_len == k_len else q_len), math.prod(grid)
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
-    return replace(
-        problem,
-        pattern=pattern.simplify(q_len, k_len, heads),
-        batch=batch,
-        q_len=q_len,
-        k_len=k_len,
-        heads=heads,
-        kv_heads=kv_heads,
-        scale=default if problem.default_scale else math.copysign(GIVEN_SCALE * default, problem.scale),
-        dropout_p=0.0,
-        bias=tuple(own if size > 1 else 1 for size, own in zip(problem.bias, (batch, heads))),
-    )
+    sizes: dict[str, Any] = {"batch": batch, "q_len": q_len, "k_len": k_len, "heads": heads, "kv_heads": kv_heads}
+    scale = default if problem.default_scale else math.copysign(GIVEN_SCALE * default, problem.scale)
+    bias = tuple(own if size > 1 else 1 for size, own in zip(problem.bias, (batch, heads)))
+    pattern = pattern.simplify(q_len, k_len, heads)
+    return replace(problem, pattern=pattern, **sizes, scale=scale, dropout_p=0.0, bias=bias)
 
 
 def _places_queries(pattern: Pattern) -> bool:
@@ -203,9 +194,9 @@ def example_of(spec: CaseSpec) -> Example:
 def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[Tensor]:
     """Make q and k whose scores are very large, very negative or ordinary by row, and far apart or equal within one.
 
-    In the first `width` entries k is one of a few multiples of a vector of signs, and q a multiple of the same vector.
-    All are exact in every dtype, so that no rounding decides which key is the largest. In the other entries q is zero
-    and k is noise, without which equal scores would leave no gradient.
+    In the first `width` entries k is one of a few multiples of a vector of signs, and q a multiple of the same
+    vector. All are exact in every dtype, so that no rounding decides which key is the largest. In the other
+    entries q is zero and k is noise, without which equal scores would leave no gradient.
     """
     q_shape = (problem.batch, problem.q_len, problem.heads, 1)
     kv_shape = (problem.batch, problem.k_len, problem.kv_heads, 1)
@@ -225,8 +216,8 @@ def _large(problem: Problem, noise: Tensor, generator: torch.Generator) -> list[
 
 
 def _of_all_sizes(problem: Problem, values: list[Tensor]) -> list[Tensor]:
-    """Give q, k, v and the gradient rows of zeros, rows of denormal numbers, and entries of head_dim a thousand times
-    larger and smaller than others, whose products are ordinary.
+    """Give q, k, v and the gradient rows of zeros, rows of denormal numbers, and entries of head_dim a thousand
+    times larger and smaller than others, whose products are ordinary.
     """
     factors = torch.ones(4, problem.head_dim, dtype=torch.float64)
     factors[:, 0] = torch.tensor([1 / OUTLIER, OUTLIER, OUTLIER, 1 / OUTLIER])
@@ -285,8 +276,8 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def between_nans(values: Tensor, strides: tuple[int, ...], odd: bool = False) -> Tensor:
-    """Copy the values into a view with these strides, with NaN, or ones, between and around. Axes of stride 0 have one
-    entry. With `odd` it begins one entry past an aligned address.
+    """Copy the values into a view with these strides, with NaN, or ones, between and around. Axes of stride 0 have
+    one entry. With `odd` it begins one entry past an aligned address.
     """
     sizes = [size if stride else 1 for size, stride in zip(values.shape, strides)]
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides))

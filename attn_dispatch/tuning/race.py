@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -161,15 +162,9 @@ class Race:
             return self._timed_row(candidate, self.outcomes[name])
         if name not in self.rounds.short_of_time or name not in self.runners:
             return None
-        ratio, admitted = self.rounds.dropped[name], self.runners[name][1]
-        return candidate.measured_row(
-            "not_measured",
-            f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short",
-            first_ms=admitted.first_ms,
-            open=self._may_win(name, ratio),
-            peak_bytes=admitted.peak_bytes,
-            error=admitted.error,
-        )
+        ratio, seen = self.rounds.dropped[name], self._first_call(name)
+        text = f"its first calls took {ratio:.1f} times as long as the fastest's, and the budget was short"
+        return candidate.measured_row("not_measured", text, open=self._may_win(name, ratio), **seen)
 
     def all_rows(
         self, candidates: Sequence[Candidate], others: Mapping[str, Row], prior: Decision | None, chosen: Candidate
@@ -203,7 +198,7 @@ class Race:
         return ratio < (MAY_WIN_SHORT_RATIO if short else MAY_WIN_RATIO)
 
     def _timed_row(self, candidate: Candidate, outcome: choice.Outcome) -> Row:
-        timing, admitted = self.rounds.timings[candidate.title], self.runners[candidate.title][1]
+        timing = self.rounds.timings[candidate.title]
         may_win = self._may_win(candidate.title, self.rounds.dropped.get(candidate.title, math.inf))
         disturbed = self.rounds.load.disturbed and outcome.status != "chosen"
         return candidate.measured_row(
@@ -212,26 +207,23 @@ class Race:
             low_ms=timing.low_ms,
             high_ms=timing.high_ms,
             fastest_ms=min(timing.samples_ms),
-            first_ms=admitted.first_ms,
             device_ms=timing.device_ms,
             host_ms=timing.host_ms,
             rounds=len(timing.samples_ms),
-            peak_bytes=admitted.peak_bytes,
-            error=admitted.error,
+            **self._first_call(candidate.title),
         )
+
+    def _first_call(self, name: str) -> dict[str, Any]:
+        admitted = self.runners[name][1]
+        return {"first_ms": admitted.first_ms, "peak_bytes": admitted.peak_bytes, "error": admitted.error}
 
     def _entrant(self, name: str, rank: int) -> choice.Entrant:
         candidate, timing = self.runners[name][0], self.rounds.timings[name]
         # Preemption makes any first call longer.
         builds = not self.rounds.load.disturbed or candidate.backend.first_call_ms is not None
-        return choice.Entrant(
-            name,
-            timing,
-            workspace_bytes=candidate.workspace_bytes,
-            rank=rank,
-            plan_ms=max(0.0, self._first_ms(name) - timing.median_ms) if builds else 0.0,
-            dropped=self.rounds.dropped.get(name),
-        )
+        plan_ms = max(0.0, self._first_ms(name) - timing.median_ms) if builds else 0.0
+        dropped = self.rounds.dropped.get(name)
+        return choice.Entrant(name, timing, candidate.workspace_bytes, rank, plan_ms, dropped)
 
     def _plan_share_ms(self, name: str) -> float:
         """A call's share of the first call's extra milliseconds, as known before the race."""

@@ -157,15 +157,8 @@ def sampled_in_rounds(
     timer.drop_hopeless()
     timer.drop_slowest()
     yield from timer.run_rounds(min_rounds, max_rounds, start_s)
-    return Rounds(
-        timer.timings(),
-        timer.failures,
-        timer.dropped,
-        timer.rounds,
-        timer.short_of_time,
-        frozenset(timer.retired),
-        timer.stopwatch.load,
-    )
+    found = timer.timings(), timer.failures, timer.dropped, timer.rounds, timer.short_of_time
+    return Rounds(*found, frozenset(timer.retired), timer.stopwatch.load)
 
 
 @dataclass

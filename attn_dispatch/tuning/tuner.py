@@ -346,13 +346,9 @@ class Trial:
 
     def _reject(self, candidate: Candidate, found: Rejected) -> None:
         self.admitted.pop(candidate.title, None)
-        self.rows[candidate.title] = candidate.measured_row(
-            "quarantined" if found.quarantined else found.status,
-            found.reason,
-            first_ms=found.first_ms,
-            peak_bytes=found.peak_bytes,
-            error=found.error,
-        )
+        status = "quarantined" if found.quarantined else found.status
+        seen = {"first_ms": found.first_ms, "peak_bytes": found.peak_bytes, "error": found.error}
+        self.rows[candidate.title] = candidate.measured_row(status, found.reason, **seen)
         if found.quarantined or found.status == "incorrect":
             self._quarantine_other_orders(candidate, found.reason)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from logging import WARNING
 from pathlib import Path
@@ -241,7 +240,6 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def change(value: bool) -> None:
         monkeypatch.setattr(load, "involuntary_switches", (lambda: next(switches)) if value else lambda: 0)
         monkeypatch.setattr(load, "is_calm", lambda: not value)
-        monkeypatch.setattr(load, "caller_s", lambda: time.perf_counter())  # tests simulate this clock alone
 
     monkeypatch.setattr(look_up, "MOST_ATTEMPTS", MOST_ATTEMPTS)
     return change

@@ -37,7 +37,7 @@ def _lift(name: str, *, as_json: bool) -> int:
     lifted = [entry for each in machine.excluded() for entry in each.lift(backend)]
     left = [entry for each in machine.excluded() for entry in each.entries()]
     if as_json:
-        print_json({"lifted": machine.to_dicts(lifted), "quarantines": machine.to_dicts(left)})
+        print_json({"lifted": lifted, "quarantines": left})  # which takes structs
     else:
         for each in lifted:
             print(f"lifted    {each.backend} {each.version or '-'} on {each.silicon}: {each.reason}")

@@ -9,7 +9,6 @@ import sys
 from attn_dispatch.cli import stored, urls
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.errors import AttnDispatchError
-from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import write_bundle
 
 EXAMPLE = """examples:
@@ -27,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = existing_cache_folder()
+    folder = stored.existing_folder()
     silicon, key = args.silicon.strip().lower(), args.key.strip().lower()
     if not os.path.lexists(folder):
         raise AttnDispatchError(f"nothing is written: {folder} cannot be read (No such file or directory)")

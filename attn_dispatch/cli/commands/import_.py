@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from attn_dispatch.cli import urls
+from attn_dispatch.cli import stored, urls
 from attn_dispatch.cli.tables import Table, print_json
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.settings import existing_cache_folder
 from attn_dispatch.store.bundle import Refused, is_of_another_problem, read_bundle
 from attn_dispatch.store.decision import Damaged, Decision, from_elsewhere
 from attn_dispatch.store.folder import Store
@@ -42,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    folder = existing_cache_folder()
+    folder = stored.existing_folder()
     sources = [(name, [_outcome(found, Store(folder)) for found in _decisions(name)]) for name in args.places]
     every = [outcome for _, found in sources for outcome in found]
     refused = [each for each in every if each.how == "refused"]

@@ -75,13 +75,6 @@ def _print_groups(found: list[tuple[Path, Decision]]) -> None:
         paths, decisions = zip(*group)
         for device in dict.fromkeys(Explanation.of(decision).device for decision in decisions):
             print(printable(f"device    {device}"))
-        print(
-            f"silicon   {silicon}",
-            "",
-            *decided(decisions).lines(),
-            "",
-            f"stored in {paths[0].parents[1]}",
-            "",
-            sep="\n",
-        )
+        table = "\n".join(decided(decisions).lines())
+        print(f"silicon   {silicon}", table, f"stored in {paths[0].parents[1]}", sep="\n\n", end="\n\n")
     print(f"{len(found)} decisions; 'attn-dispatch inspect --key KEY' shows one in full")

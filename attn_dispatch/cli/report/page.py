@@ -69,13 +69,15 @@ def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, ve
         data = {"spec": plots.compiled(backends, orders_of), "all": [each.points for each in drawn]}
     listed = decided(decisions)._replace(nothing=EMPTY.format(folder=report["folder"]))
     orders = thresholds.table(thresholds.paired(speedups.all_series(decisions)))
+    excluded = machine.exclusions(report)
+    hinted = any(each.rows for each in excluded)
     sections = {
         "Summary": _summary(decisions),
         "Decisions": join([table(listed), *map(_detail, decisions[:DETAILED])]),
         "Time and memory against length": join([_note(AXES), *_plot(drawn)]),
         "Token orders": join([*map(_note, thresholds.EXPLAINED), table(orders)]),
         "Machine": _machine(report),
-        "Strikes and quarantines": _excluded(report),
+        "Strikes and quarantines": join([*map(table, excluded), *([_note(machine.LIFT_HINT)] if hinted else [])]),
     }
     return _document(sections, data, f"{made} UTC, attn-dispatch {version}")
 
@@ -124,12 +126,6 @@ def _machine(report: machine.Report) -> Html:
     lines = element("p", "\n".join(machine.lines(report)), class_="lines")
     tables = table(machine.devices(report)), table(machine.backends(report))
     return join([lines, *tables, _pairs(machine.state(report))])
-
-
-def _excluded(report: machine.Report) -> Html:
-    """Which versions of backends are excluded, or will be after another crash."""
-    found = machine.exclusions(report)
-    return join([*map(table, found), *([_note(machine.LIFT_HINT)] if any(each.rows for each in found) else [])])
 
 
 def _detail(decision: Decision) -> Html:

@@ -282,12 +282,10 @@ def _function(problem: Problem, positions: Tensor | None, flash_block: int = 0) 
 
 
 def _lse_options(library: Any, problem: Problem) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if problem.return_lse:
-        # AuxRequest since torch 2.9; before, a flag.
-        request = getattr(library, "AuxRequest", None)
-        options = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
-    return options
+    if not problem.return_lse:
+        return {}
+    request = getattr(library, "AuxRequest", None)  # since torch 2.9; before, a flag
+    return {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
 
 def _kernel_options(problem: Problem, flash_block: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from attn_dispatch.settings import mode
 
 OPTIONS = ("-march=native",)
 FOLDER = SOURCE.parent  #: where a wheel has its compiled libraries
+#: Of /proc/cpuinfo, all that -march=native may depend on.
 CPU_FIELDS = ("model name", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
 NAME = "native"  #: of the folders with what is compiled
 
@@ -41,12 +42,7 @@ process_state.register(process_state.FACTS, _failed.clear, _unloadable.clear)
 class View(ctypes.Structure):
     """A [batch, len, heads, head_dim] tensor: address and strides in elements; rows are dense."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-    )
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "row", "head")))
 
 
 class Args(ctypes.Structure):
@@ -66,11 +62,6 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("slopes_batch", "bias_batch", "bias_head", "bias_row", "bias_key")),
         ("more_keys", ctypes.c_int64),
     )
-
-
-def _processor() -> str:
-    """Text with everything that -march=native may depend on."""
-    return "\n".join(f"{name}: {text}" for name, text in cpuinfo().items() if name in CPU_FIELDS) or platform.machine()
 
 
 def cpu_flags() -> frozenset[str]:
@@ -211,7 +202,8 @@ def _library() -> Path:
 @cache
 def _file() -> str:
     """The name of what is compiled here, which any compiler may have built."""
-    processor = hashlib.sha256(_processor().encode()).hexdigest()[:8]
+    known = "\n".join(f"{name}: {text}" for name, text in cpuinfo().items() if name in CPU_FIELDS)
+    processor = hashlib.sha256((known or platform.machine()).encode()).hexdigest()[:8]
     return f"attention-{digest(OPTIONS)}-{processor}.so"
 
 

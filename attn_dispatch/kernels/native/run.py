@@ -280,9 +280,8 @@ def few_lanes(problem: Problem) -> bool:
 
 def side_by_side(problem: Problem) -> bool:
     """Whether a key's rows of all heads are neighbours in memory, so that reading one head alone is slow."""
-    return problem.kv_heads > 1 and any(
-        kind.partition("+")[0].find("h") > kind.find("n") for kind in problem.strides[1:]
-    )
+    orders = (kind.partition("+")[0] for kind in problem.strides[1:])
+    return problem.kv_heads > 1 and any(order.find("h") > order.find("n") for order in orders)
 
 
 def state_floats(problem: Problem) -> int:

@@ -12,16 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("attention.cpp")  #: includes the files of the folder attention
-FLAGS = (
-    "-O3",
-    "-std=c++17",
-    "-fPIC",
-    "-fno-exceptions",  # nothing of libstdc++ is needed then
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-)
+ARITHMETIC = ("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", *ARITHMETIC)  #: nothing of libstdc++ is needed then
 #: The threads are those of the OpenMP library that PyTorch has loaded, to which GOMP_parallel resolves.
 LINK_FLAGS = ("-shared", "-Wl,--as-needed")
 

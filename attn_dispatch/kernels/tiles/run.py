@@ -135,7 +135,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _TilePasses) -> tuple[Tensor
         inputs = q[:, :, heads.q], k[:, :, heads.kv], v[:, :, heads.kv]
         _forward_heads(inputs, out[:, :, heads.q], lse[:, :, heads.q], heads, table, call)
     if call.seq_lens is not None:
-        padding = torch.arange(q.shape[1], device=q.device) >= call.seq_lens[:, None]
+        padding = padding_mask(q.shape[1], call.seq_lens)
         out.masked_fill_(padding[:, :, None, None], 0.0)
         lse.masked_fill_(padding[:, :, None], -math.inf)
     return out, lse.transpose(1, 2)
@@ -264,7 +264,7 @@ def _grouped(table: TileTable, problem: Problem) -> list[_TileGroup]:
     for size in torch.unique(sizes[sizes > 0]).tolist():
         tiles = (sizes == size).nonzero().flatten()
         # By the boxes alone, so that what is gathered at once is known without the masks.
-        step = tiles_at_once(problem, table.tile, int(table.near[tiles].max()))
+        step = max(1, most_keys(problem, table.tile) // (int(table.near[tiles].max()) * table.tile))
         distinct = len(tiles) * table.tile - (missing if int(tiles[-1]) == len(sizes) - 1 else 0)
         pairs = (table.first[tiles][:, None] + torch.arange(size, device=table.first.device)).to(device)
         tiles = tiles.to(device)
@@ -295,11 +295,6 @@ def _queries_without_keys(table: TileTable) -> tuple[Tensor, ...]:
         return (table.q_pos[alone].flatten(),) if len(alone) else ()
 
     return cached_with(table, "queries without keys", find)
-
-
-def tiles_at_once(problem: Problem, tile: int, key_tiles: int) -> int:
-    """Query tiles of one call, where each reads `key_tiles`."""
-    return max(1, most_keys(problem, tile) // (key_tiles * tile))
 
 
 def most_keys(problem: Problem, tile: int) -> int:

@@ -277,16 +277,12 @@ def _lists(problem: Problem, order: str, tile: int) -> TileLists:
     whole = len(kept) == len(tables)
     rows, columns = [each.queries() for each in tables], [each.keys for each in tables]
     which = _numbered(tables)
+    queries = _side(rows, columns, which, len(table.q_pos), device)
     keys = _side(columns, rows, which, len(table.k_pos), device) if problem.needs_grad else None
-    return TileLists(
-        q_pos=table.q_pos.flatten().int().to(device),
-        k_pos=table.k_pos.flatten().int().to(device),
-        kind_of=kind_of.to(device),
-        queries=_side(rows, columns, which, len(table.q_pos), device),
-        keys=keys,
-        masks=torch.cat([kept[0], *(masks[1:] for masks in kept[1:])]).to(device) if whole else None,
-        reach=None if whole else _reach(tables).to(device),
-    )
+    masks = torch.cat([kept[0], *(masks[1:] for masks in kept[1:])]).to(device) if whole else None
+    reach = None if whole else _reach(tables).to(device)
+    q_pos, k_pos = (x.flatten().int().to(device) for x in (table.q_pos, table.k_pos))
+    return TileLists(q_pos, k_pos, kind_of.to(device), queries, keys, masks, reach)
 
 
 tile_lists_of = device_cache.DeviceCache(_lists)

@@ -26,7 +26,7 @@ from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import kv_classes, shares_segment
 from attn_dispatch.spec.orders import HILBERT, permutation, places, serves, token_order_of
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import CONTIGUOUS, Problem
 from attn_dispatch.spec.reach import Band
 
 TILE = 64  #: rows of a tile
@@ -163,20 +163,10 @@ class _Shard:
 
     def sub(self, pattern: Pattern, rows: int, keys: int, kv: range) -> Problem:
         """The problem of some rows and heads."""
-        heads = len(kv) * self.group
-        return replace(
-            self.problem,
-            pattern=pattern,
-            q_len=rows,
-            k_len=keys,
-            heads=heads,
-            kv_heads=len(kv),
-            return_lse=True,
-            has_seq_lens=False,
-            has_key_mask=self.problem.masked,
-            strides=("bnhd", "bnhd", "bnhd"),
-            ranks=1,
-        )
+        sizes: dict[str, Any] = {"q_len": rows, "k_len": keys, "heads": len(kv) * self.group, "kv_heads": len(kv)}
+        masks: dict[str, Any] = {"has_seq_lens": False, "has_key_mask": self.problem.masked}
+        part = replace(self.problem, pattern=pattern, **sizes, **masks)
+        return replace(part, return_lse=True, strides=CONTIGUOUS, ranks=1)
 
 
 def _parts(shard: _Shard, sources: Sequence[Source]) -> Iterator[Part]:

@@ -129,12 +129,9 @@ class RingCall:
     ) -> None:
         masks = self._masks(step)
         for part in step.parts:
-            g, g_lse, q, out, lse = (None if x is None else part.of(x) for x in q_side)
-            assert q is not None
-            assert out is not None
-            assert lse is not None
+            g, q, out, lse = (part.of(x) for x in (q_side[0], *q_side[2:]))
             keys, values = (part.keys_of(x) for x in rows[part.source])
-            g_lse = None if g_lse is None else g_lse.transpose(1, 2)
+            g_lse = None if q_side[1] is None else part.of(q_side[1]).transpose(1, 2)
             saved = q, keys, values, out, lse.transpose(1, 2)
             found = part.call(masks[part.source]).backward(g, g_lse, saved)
             add_rows(dq, part, found[0])

@@ -16,7 +16,7 @@ from attn_dispatch.ring.rows.chunking import block_rows, line_of
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Neighborhood
-from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.problem import CONTIGUOUS, Problem
 
 LISTED = 64  #: most bytes of what is listed of a row: positions, indices, bounds in tables
 
@@ -153,7 +153,7 @@ def _largest_part(counted: CountedProblem, tokens: int, received: int) -> tuple[
         received: rows of each key head in a step.
     """
     problem, layout = counted.problem, counted.layout
-    part = replace(problem, return_lse=True, ranks=1, strides=("bnhd", "bnhd", "bnhd"))
+    part = replace(problem, return_lse=True, ranks=1, strides=CONTIGUOUS)
     if line_of(problem.pattern, layout.tokens) is not None:
         rows = min(tokens, block_rows(problem, layout))
         part = replace(part, pattern=Dense(), q_len=rows, k_len=rows)

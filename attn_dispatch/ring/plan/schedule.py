@@ -5,6 +5,7 @@ they send and receive.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 
 from attn_dispatch.ring.engine.steps import transfers
 from attn_dispatch.ring.plan.counts import CountedProblem
@@ -56,14 +57,7 @@ def _pass_seconds(
         own = own_shares(pairs[rank][rank] * pair_s, sum(work) / max(1, steps - 1), steps, backward)
         work, own, received, sent = ([*x, 0.0, 0.0] for x in (work, own, received, sent))
         # During a step, the next one's rows and the gradients of the one before are sent.
-        by_rank.append(
-            [
-                max(
-                    work[step] + own[step],
-                    sent[step + 1] * row_s + received[step - 1] * grad_s,
-                    received[step + 1] * row_s + sent[step - 1] * grad_s,
-                )
-                for step in range(steps + 1)
-            ]
-        )
+        gives = (sent[n + 1] * row_s + received[n - 1] * grad_s for n in range(steps + 1))
+        takes = (received[n + 1] * row_s + sent[n - 1] * grad_s for n in range(steps + 1))
+        by_rank.append([*map(max, map(add, work, own), gives, takes)])
     return float(sum(map(max, zip(*by_rank))))

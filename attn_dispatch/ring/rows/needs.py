@@ -23,8 +23,11 @@ def kv_classes(pattern: Pattern, heads: int, kv_heads: int) -> tuple[tuple[range
     for offsets, members in heads_by_kind(pattern, heads, group).items():
         found.setdefault(frozenset(offsets), []).extend(members)
     runs = ((run, kind) for kind, members in found.items() for run in progressions(sorted(members)))
+    if group == 1:
+        return tuple(runs)
     # Query heads must be a slice too. Those of a strided run of key heads are one only if each has one query head.
-    return tuple((each, kind) for run, kind in runs for each in (_one_by_one(run) if group > 1 else (run,)))
+    apart = (([run] if run.step == 1 else [range(n, n + 1) for n in run], kind) for run, kind in runs)
+    return tuple((each, kind) for some, kind in apart for each in some)
 
 
 def seen_by(pattern: Pattern, length: int, chunks: tuple[range, ...], kind: Kind) -> Tensor:
@@ -62,7 +65,3 @@ def shares_segment(pattern: Dilated, length: int, heads: int, which: range, some
             hit[others[band.selected(others)] // segment] = True
             found |= hit[some // segment] & band.selected(some)
     return found
-
-
-def _one_by_one(run: range) -> tuple[range, ...]:
-    return (run,) if run.step == 1 else tuple(range(member, member + 1) for member in run)

@@ -1,8 +1,8 @@
-"""The key rows that runs of queries see, by arithmetic on runs of positions: counting needs no entry per token, so that
-half a billion tokens over many ranks are counted in seconds.
+"""The key rows that runs of queries see, by arithmetic on runs of positions: counting needs no entry per token, so
+that half a billion tokens over many ranks are counted in seconds.
 
-A run of queries sees a few arithmetic progressions of keys. Between two positions where a progression begins or ends, a
-key is seen if it has the residue of one of them.
+A run of queries sees a few arithmetic progressions of keys. Between two positions where a progression begins or
+ends, a key is seen if it has the residue of one of them.
 """
 
 from __future__ import annotations
