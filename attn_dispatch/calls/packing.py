@@ -426,6 +426,8 @@ def read_on_host(name: str, x: Tensor) -> Tensor:
         if tracing.functorch.is_batchedtensor(x):
             raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")
         x = tracing.functorch.get_unwrapped(x)
+    if x.is_meta:
+        raise InvalidInput(f"{name} is on the meta device and holds no data")
     return x.cpu()
 
 
