@@ -149,7 +149,8 @@ def test_a_hit_takes_few_functions() -> None:
 
 
 def test_key_lens_are_explained() -> None:
-    found = explain(Q[:, :1], K, V, key_lens=torch.tensor([9, 16]), backend="manual")
+    q, k, v = (torch.cat((x, x[:1])) for x in (Q[:, :1], K, V))
+    found = explain(q, k, v, key_lens=torch.tensor([9, 16, 0]), backend="manual")
     assert [each.problem.count("[9, ") for each in (found, *found.others)] == [1, 0]
     assert str(found).count("problem ") == 2
 
