@@ -90,10 +90,13 @@ def test_widths() -> None:
     assert found.join([Q]).shape[-1] == 3
 
 
-def test_documents() -> None:
+def test_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     with FlopCounterMode(display=False):  # a call of its own for each length
         assert [each.q.shape[:2] for each in of(packing.documents, documents=IDS).calls] == [(2, 6), (2, 10)]
     assert of(packing.documents, documents=IDS).calls == []
+    for choice in (packing._choice, None):  # which is made once, also of no backend that takes all at once
+        monkeypatch.setattr(packing, "_choice", choice)
+        attend(Q, K, V, documents=IDS, backend="manual")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
