@@ -130,7 +130,7 @@ def explained(call: Call) -> list[Explanation]:
         parts = None if found is None else found.calls if found.explained is None else found.explained()
         if parts:
             listed = list(parts)
-            some = [part for part in listed if isinstance(part, Explanation) or not widths.is_empty(part)] or listed
-            each = [explained(part) if isinstance(part, Call) else [part] for part in some]
+            full = [x for x in listed if isinstance(x, Explanation) or not widths.is_empty(x)] or listed
+            each = [explained(part) if isinstance(part, Call) else [part] for part in full]
             return list({(one.key, one.choice, one.order): one for some in each for one in some}.values())
     return [explain_problem(Problem.of_call(call), call.backend, call.order)]
