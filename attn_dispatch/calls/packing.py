@@ -151,7 +151,7 @@ def _takers(problem: Problem, backend: str | None, order: str | None) -> list[st
 
 def _of_key_lens(*key: Any) -> ResolvedCall | None:
     """A call of the backend that takes them: the one decided on, else the first; None: there is none."""
-    if key in _calls_at_once:
+    with suppress(KeyError):  # not asked for first: another thread may drop it
         return _calls_at_once[key]
     (problem, *forced, _), found = key, None
     if _takers(problem, *forced):
@@ -266,7 +266,7 @@ def _at_once(problem: Problem, given: Documents, forced: tuple[Any, Any]) -> Res
         return None
     usual = measured_for(usual)
     key = problem, usual, forced, torch.get_num_threads()
-    if key in _calls_at_once:
+    with suppress(KeyError):  # not asked for first: another thread may drop it
         return _calls_at_once[key]
     choice = _choice(problem, forced)
     if forced == (None, None):
@@ -275,13 +275,14 @@ def _at_once(problem: Problem, given: Documents, forced: tuple[Any, Any]) -> Res
         if (decision.silicon, usual) in on_trial:
             return None
         choice = _choice(problem, decision.chosen, decision.candidates)
-    if choice is None:
-        return None
     with lock:
-        run = observed(registry.load(choice[0]).run_documents, usual)  # type: ignore[arg-type]
-        call = _calls_at_once[key] = ResolvedCall(run, problem, choice[0])
+        found = None
+        if choice is not None:
+            run = observed(registry.load(choice[0]).run_documents, usual)  # type: ignore[arg-type]
+            found = ResolvedCall(run, problem, choice[0])
+        _calls_at_once[key] = found
         drop_oldest(_calls_at_once, MAX_CALLS)
-    return call
+    return found
 
 
 def _usual(problem: Problem, given: Documents) -> Problem | None:
@@ -426,6 +427,8 @@ def read_on_host(name: str, x: Tensor) -> Tensor:
         if tracing.functorch.is_batchedtensor(x):
             raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")
         x = tracing.functorch.get_unwrapped(x)
+    if x.is_meta:
+        raise InvalidInput(f"{name} is on the meta device and holds no data")
     return x.cpu()
 
 

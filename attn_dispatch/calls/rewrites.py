@@ -129,6 +129,8 @@ def explained(call: Call) -> list[Explanation]:
         found = None if rewrite is as_operator else rewrite(call)
         parts = None if found is None else found.calls if found.explained is None else found.explained()
         if parts:
-            each = [explained(part) if isinstance(part, Call) else [part] for part in parts]
+            listed = list(parts)
+            full = [x for x in listed if isinstance(x, Explanation) or not widths.is_empty(x)] or listed
+            each = [explained(part) if isinstance(part, Call) else [part] for part in full]
             return list({(one.key, one.choice, one.order): one for some in each for one in some}.values())
     return [explain_problem(Problem.of_call(call), call.backend, call.order)]

@@ -237,7 +237,7 @@ def test_a_build_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     libraries.modules(
         monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={}, operators_of_the_hub={"ops": kernels}
     )
-    folder = tmp_path / "models--kernels-community--flash-attn2/snapshots/0123456789abcdef/build/torch211"
+    folder = tmp_path / "flash-attn3/models--kernels--flash-attn2/snapshots/0123456789abcdef/build/torch211"
     monkeypatch.setenv(FLASH_KERNEL, str(folder))
     with pytest.raises(InvalidInput, match=f"{FLASH_KERNEL} must be a folder with _ops.py, .*, got '{folder}'"):
         hub.build("flash_attn2")

@@ -90,10 +90,13 @@ def test_widths() -> None:
     assert found.join([Q]).shape[-1] == 3
 
 
-def test_documents() -> None:
+def test_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     with FlopCounterMode(display=False):  # a call of its own for each length
         assert [each.q.shape[:2] for each in of(packing.documents, documents=IDS).calls] == [(2, 6), (2, 10)]
     assert of(packing.documents, documents=IDS).calls == []
+    for choice in (packing._choice, None):  # which is made once, also of no backend that takes all at once
+        monkeypatch.setattr(packing, "_choice", choice)
+        attend(Q, K, V, documents=IDS, backend="manual")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
@@ -149,7 +152,8 @@ def test_a_hit_takes_few_functions() -> None:
 
 
 def test_key_lens_are_explained() -> None:
-    found = explain(Q[:, :1], K, V, key_lens=torch.tensor([9, 16]), backend="manual")
+    q, k, v = (torch.cat((x, x[:1])) for x in (Q[:, :1], K, V))
+    found = explain(q, k, v, key_lens=torch.tensor([9, 16, 0]), backend="manual")
     assert [each.problem.count("[9, ") for each in (found, *found.others)] == [1, 0]
     assert str(found).count("problem ") == 2
 

@@ -51,6 +51,7 @@ LENGTHS: list[Case] = [
     ({"key_lens": BOTH[:1]}, "key_lens must have shape [batch] = [2], got [1]"),
     ({"key_lens": torch.tensor([1, 37])}, "key_lens must lie in 0..36, got [1, 37]"),
     ({"key_lens": BOTH * 1.0}, "key_lens must be an int32 or int64 tensor"),
+    ({"key_lens": BOTH.to("meta")}, "key_lens is on the meta device and holds no data"),
     ({"key_lens": BOTH, "documents": IDS}, "key_lens cannot be given with documents"),
     ({"key_lens": BOTH, "seq_lens": BOTH}, "cannot be given with seq_lens"),
     ({"key_lens": BOTH, "bias": torch.zeros(5, 1, 1, 100)}, "bias must have shape"),

@@ -63,9 +63,10 @@ def test_a_launch_is_known_for_the_same_layouts_alone() -> None:
         made.append(given)
         return Launch(None, None, 0, problem.device, (), {})
 
-    for x, y in ((strided, packed), (packed, packed), (odd, packed), (strided, gradient.mT), (strided, packed)):
+    shifted, pairs = torch.zeros(65)[1:].view_as(packed), ((strided, packed), (packed, packed), (odd, packed))
+    for x, y in (*pairs, (strided, gradient.mT), (packed, shifted), (shifted, packed), (strided, packed)):
         passes.launch_as_known(launch, "kernel", (x, y), (x, y))
-    assert len(made) == 4
+    assert len(made) == 6
 
 
 @pytest.mark.full

@@ -145,6 +145,15 @@ def test_equal_keys_have_equal_weights(length: int) -> None:
     assert is_close(dv, mean)
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@each(OWN, math.nan, math.inf)
+def test_what_is_not_a_number_is_not_hidden(backend: str, size: float) -> None:
+    *inputs, grad = tensors(16, torch.float32)
+    inputs[0][:, ROWS] = size
+    out, dq, *_ = gradients(inputs, grad, PATTERNS[backend], backend=backend)
+    assert all(x[:, ROWS].isnan().all() and x[:, : ROWS.start].isfinite().all() for x in (out, dq))
+
+
 @each(OWN, 1e5, 1e30, 1e10)
 def test_a_huge_scale_and_one_key(backend: str, size: float) -> None:
     """One key has all of the weight, whatever its score. PyTorch's kernels give NaN from about 1e9 on."""

@@ -46,8 +46,9 @@ def build(kernel: str) -> Package | None:
     named = flash_kernel()
     if named is None:
         return None
-    known = [each for each in KERNELS if each in str(named).replace("-", "_")]
-    if not known or not (named / "_ops.py").is_file():
+    text = str(named).replace("-", "_")
+    known = max(KERNELS, key=text.rfind)  # the last: folders above may be named after another
+    if known not in text or not (named / "_ops.py").is_file():
         what = "a folder with _ops.py, a build of flash-attn2 or flash-attn3 by the Hub's kernels-community"
         raise InvalidInput(f"${FLASH_KERNEL} must be {what}, got {str(named)!r}")
-    return Build(kernel, str(named), f"_attn_dispatch_{kernel}", ()) if known[-1] == kernel else None
+    return Build(kernel, str(named), f"_attn_dispatch_{kernel}", ()) if known == kernel else None

@@ -97,7 +97,7 @@ def join(tensors, heads, splits, q_len, meta):
         total = total * shrink + tl.sum(weight * tl.load(totals + at), 0)
         result = result * shrink + tl.sum(weight[:, None] * parts, 0)
         most = new_most
-    has_keys = total > 0
+    has_keys = total != 0  # it may be NaN
     divisor = tl.where(has_keys, total, 1.0)
     result = tl.where(has_keys, result / divisor, 0.0).to(out.dtype.element_ty)
     tl.store(out + program * meta.HEAD_DIM + d, result, mask=d < meta.HEAD_DIM)

@@ -62,7 +62,7 @@ def forward(tensors, lists, q_by, k_by, v_by, heads, programs, together, q_len, 
                 row_max, total, acc = forward_step(
                     query, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, acc, meta
                 )
-    has_keys = total > 0
+    has_keys = total != 0  # it may be NaN
     if length is not None:
         has_keys = has_keys & (rows < length)
     divisor = tl.where(has_keys, total, 1.0)

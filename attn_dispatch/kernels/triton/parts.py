@@ -153,7 +153,7 @@ def row_sums(out, d_out, lse, grad_lse, scaled_lse, delta, row_at, scalar_at, st
     With lse inf a weight `exp2(s - lse)` is 0.
     """
     row_lse = tl.load(lse + scalar_at)
-    has_keys = row_lse > float("-inf")
+    has_keys = row_lse != float("-inf")
     d, valid = dims_of(0, meta.BLOCK_D, meta.HEAD_DIM)
     row_delta = tl.sum(d_out[0].to(tl.float32) * tl.load(out + (row_at + d), mask=valid, other=0.0).to(tl.float32), 1)
     if meta.REST_D:

@@ -130,8 +130,9 @@ class TritonPasses:
                 missing += 1
             else:
                 address |= x.data_ptr()
+        odd = address % ALIGNMENT and tuple(x is not None and x.data_ptr() % ALIGNMENT > 0 for x in tensors)
         # Those of a backward pass may be other than the forward pass had: hooks of saved tensors make new ones.
-        key = (kernel, *[x.stride() for x in strided], address % ALIGNMENT == 0, missing)
+        key = (kernel, *[x.stride() for x in strided], odd, missing)
         again = self.known.get(key)
         if again is not None and not capturing(self.problem.device):  # a graph has to keep what the launch reads
             again(tensors)
