@@ -177,9 +177,7 @@ def _fitting(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
 process_state.register(process_state.READ, block_configs.cache_clear, _blocks.cache_clear)
 
 
-def _passes(
-    problem: Problem, given: Given = NOTHING, known: Any = None, lengths: tuple[int, ...] = ()
-) -> TritonPasses:
+def _passes(problem: Problem, given: Given = NOTHING, known: Any = None, lengths: tuple[int, ...] = ()) -> TritonPasses:
     kind = TritonPasses if problem.has_seq_lens or key_parts(problem) is None else _InParts
     every = covers(problem, "queries", lengths), not problem.needs_grad or covers(problem, "keys", lengths)
     blocks, lists = (lambda each: block_configs(each, problem, lengths)), (lambda *x: _lists(problem, lengths, *x))

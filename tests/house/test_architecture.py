@@ -53,24 +53,24 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: lines for anything else takes others away.
 LINES = {
     "api": 720,
-    "backends": 1825,
+    "backends": 1960,
     "base": 300,
-    "calls": 940,
+    "calls": 1010,
     "cli": 3000,
     "compat": 510,
     "decisions": 2300,
     "entry": 110,
-    "integrations": 1370,
+    "integrations": 1330,
     "kernels": 9640,  # with parts that two backends share
     "learning": 970,
     "machine": 1020,
-    "nn": 1630,
+    "nn": 1585,
     "profiles": 10,
-    "ring": 3800,
+    "ring": 3700,
     "spec": 2380,
     "store": 1500,
     "testing": 875,
-    "tuning": 3705,
+    "tuning": 3660,
 }
 BESIDE = {"tests": 35_000, "tools": 6500}  #: the same for the folders beside the package
 PACKAGE = 36_500  #: lines of all rooms together
