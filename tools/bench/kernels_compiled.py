@@ -116,8 +116,7 @@ def compiled(each: TritonKernel, problem: Problem, block: BlockConfig) -> Compil
     kernels = {kernel.kernel: _Unlaunched(kernel, kernel is each) for kernel in KERNELS}
     used = precision(there)
     q, k, v = (torch.empty(1, problem.q_len, problem.heads, problem.head_dim, dtype=problem.dtype) for _ in range(3))
-    stand_ins: dict[str, Any] = {"KERNELS": tuple(kernels.values())}
-    stand_ins |= {name.upper(): kernel for name, kernel in kernels.items()}
+    stand_ins: dict[str, Any] = {name.upper(): kernel for name, kernel in kernels.items()}
     with (
         patch.multiple(backend, **stand_ins),
         patch.multiple(backend, block_configs=lambda *_: (block,)),
