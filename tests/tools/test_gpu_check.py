@@ -77,6 +77,8 @@ def test_every_item_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     written = json.loads((tmp_path / "fake.json").read_text())
     assert written["silicon"] == "here"
     assert written["summary"] == summary
+    again = gpu_check.run_step("fake", Setup(str(tmp_path), True, 1), 60.0, {}, {}, resume=True)
+    assert (len(seen), again["items"], again["failed"], again["left_out"]) == (3, 2, 1, 0)  # what failed, once more
 
 
 def test_a_dry_run_leaves_the_results_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

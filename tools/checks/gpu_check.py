@@ -1,7 +1,7 @@
 """All checks that need a CUDA device, in one run: rates, results, block sizes, CUDA graphs, decisions and tests.
 
     python -m tools.checks.gpu_check --output FOLDER [--minutes 9] [--only STEP...] [--backends NAME...]
-        [--dry-run]
+        [--resume] [--dry-run]
 
 Needs, besides a PyTorch with CUDA and Triton: msgspec and platformdirs, which images with PyTorch often lack
 (tools/checks/gpu/wheels.py gathers them), and for `conformance` pytest, pytest-xdist and hypothesis. The steps, in
@@ -83,22 +83,27 @@ class Results:
 
 
 def run_step(
-    name: str, setup: Setup, seconds: float, environment: dict[str, str], head: dict[str, Any]
+    name: str, setup: Setup, seconds: float, environment: dict[str, str], head: dict[str, Any], resume: bool = False
 ) -> dict[str, Any]:
-    """Measure all phases of a step, and return its summary. `head`: what its file says beside."""
+    """Measure all phases of a step, and return its summary. `head`: what its file says beside. `resume`: but for the
+    items that the file has, those that failed and were compiled apart.
+    """
     step: Any = importlib.import_module(f"tools.checks.gpu.{name}")
-    results = Results(Path(setup.output, f"{name}.json"), step, head)
-    end, number, left_out = time.monotonic() + seconds, 0, 0
+    path = Path(setup.output, f"{name}.json")
+    results = Results(path, step, head)
+    if resume and path.exists():
+        results.rows = [row for row in json.loads(path.read_text())["rows"] if not {"failed", "compiled"} & row.keys()]
+    done, end, number, left_out = set(map(step.label, results.rows)), time.monotonic() + seconds, 0, 0
     if name == "conformance":
-        results.rows = step.run(Path(setup.output, f"{name}.json"), setup, seconds, environment)
+        results.rows = step.run(path, setup, seconds, environment)
         return results.end(0)
     while (phase := step.phase(number, results.rows, setup)) is not None:
         now = time.monotonic()
         before = len(results.rows)
-        if setup.backends:
-            wanted = (None, *setup.backends)  # the items of these backends, and those of none
-            groups = [[item for item in group if item.get("backend") in wanted] for group in phase.groups]
-            phase = phase._replace(groups=list(filter(None, groups)))
+        left = ([item for item in group if step.label(item) not in done] for group in phase.groups)
+        wanted = (None, *setup.backends)  # the items of these backends, and those of none
+        groups = [[item for item in group if not setup.backends or item.get("backend") in wanted] for group in left]
+        phase = phase._replace(groups=list(filter(None, groups)))
         run_phase(phase, command_of(name, setup), now + (end - now) * phase.share, environment, results)
         left_out += max(0, sum(map(len, phase.groups)) - (len(results.rows) - before))
         number += 1
@@ -137,6 +142,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.add_argument("--minutes", type=float, default=9.0, help="of the whole run (default: 9)")
     options.add_argument("--only", nargs="+", choices=list(STEPS), metavar="STEP", help="some of the steps")
     options.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="some of them (default: all)")
+    options.add_argument("--resume", action="store_true", help="leave out what the output folder has already")
     options.add_argument("--dry-run", action="store_true", help="tiny problems on the CPU")
     given = options.parse_args(arguments)
     if not given.minutes > 0:
@@ -177,7 +183,7 @@ def main() -> None:
             left_s = given.minutes * 60 - (time.monotonic() - start)
             seconds = left_s * STEPS[name] / sum(STEPS[each] for each in steps[at:])
             try:
-                summaries[name] = run_step(name, setup, seconds, environment, head)
+                summaries[name] = run_step(name, setup, seconds, environment, head, given.resume)
             except Exception as error:  # noqa: BLE001 - the other steps are worth the time that is left
                 traceback.print_exc()
                 summaries[name] = {"failed": 1, "error": one_line(error)}
