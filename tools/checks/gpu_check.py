@@ -93,10 +93,10 @@ def run_step(
     results = Results(path, step, head)
     if resume and path.exists():
         results.rows = [row for row in json.loads(path.read_text())["rows"] if not {"failed", "compiled"} & row.keys()]
-    done, end, number, left_out = set(map(step.label, results.rows)), time.monotonic() + seconds, 0, 0
     if name == "conformance":
         results.rows = step.run(path, setup, seconds, environment)
         return results.end(0)
+    done, end, number, left_out = set(map(step.label, results.rows)), time.monotonic() + seconds, 0, 0
     while (phase := step.phase(number, results.rows, setup)) is not None:
         now = time.monotonic()
         before = len(results.rows)
