@@ -49,7 +49,8 @@ def added_to(rows, columns, visible, ahead, of_head, KEYS: tl.constexpr, meta):
         if entry.dtype != tl.float64:
             entry = entry.to(tl.float32)
         # A sum, or float32, could be infinite.
-        entry = tl.minimum(tl.maximum(entry, -LARGEST_BIAS), LARGEST_BIAS)
+        entry = tl.maximum(entry, -LARGEST_BIAS, propagate_nan=tl.PropagateNan.ALL)
+        entry = tl.minimum(entry, LARGEST_BIAS, propagate_nan=tl.PropagateNan.ALL)
         added += entry.to(tl.float32) * LOG2_E
     return visible, added
 
