@@ -35,7 +35,7 @@ def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first
     kv_head = (program // splits % kv_heads).to(tl.int64)
     batch = (program // splits // kv_heads).to(tl.int64)
     row = tl.arange(0, meta.ROWS)
-    lane = tl.minimum(row, meta.GROUP * q_len - 1)  # the rest repeat the last one
+    lane = tl.minimum(row, q_len * meta.GROUP - 1)  # the rest repeat the last one; a constant goes last (Triton 3.7)
     rows = lane // meta.GROUP
     heads = (kv_head * meta.GROUP + lane % meta.GROUP)[:, None]
     of_head = head_terms(terms, batch, heads, kv_heads * meta.GROUP, meta)
