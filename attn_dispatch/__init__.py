@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attn_dispatch.profiling import profile
     from attn_dispatch.recording import record
     from attn_dispatch.ring.shards import Sharded, shard, shard_positions, unshard, weights_of
+    from attn_dispatch.spec.data import Blocks, Ranges
     from attn_dispatch.spec.orders import Reordered, from_order, positions, to_order
     from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
     from attn_dispatch.spec.problem import Problem
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttnDispatchError",
     "BackendFailed",
+    "Blocks",
     "Dense",
     "Dilated",
     "Explanation",
@@ -39,6 +41,7 @@ __all__ = [
     "NoBackend",
     "NotDecided",
     "Problem",
+    "Ranges",
     "RankLost",
     "Reordered",
     "Sharded",
@@ -71,6 +74,7 @@ _NAMES = {
     "profiling": ("profile",),
     "recording": ("record",),
     "ring.shards": ("Sharded", "shard", "shard_positions", "unshard", "weights_of"),
+    "spec.data": ("Blocks", "Ranges"),
     "spec.pattern": ("Dense", "Dilated", "Neighborhood", "Window"),
     "spec.problem": ("Problem",),
     "spec.orders": ("Reordered", "from_order", "positions", "to_order"),

@@ -23,8 +23,9 @@ from attn_dispatch.spec.problem import Problem
 
 name = "manual"
 score_terms = SCORE_TERMS
+takes_data = True
 
-TENSORS = ("seq_lens", "key_mask", "bias", "alibi_slopes")
+TENSORS = ("seq_lens", "key_mask", "bias", "alibi_slopes", "pattern_data")
 REUSE = 2  #: pieces vary in size, and the allocator cannot reuse every freed block
 CHUNK_BYTES = 64 * 2**20  #: of scores per piece on a CPU; larger pieces do not fit the caches
 CUDA_CHUNK_BYTES = 2**30

@@ -11,21 +11,23 @@ import math
 import torch
 from torch import Tensor
 
-from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
+from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result, refuse_pattern
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.limits import ANY, Limits
-from attn_dispatch.kernels.native import library, tables
+from attn_dispatch.kernels.native import data_tables, library, tables
 from attn_dispatch.kernels.native import run as passes
 from attn_dispatch.kernels.native.run import DTYPES, HEAD_DIM, NO_ADDRESS, NativePasses
 from attn_dispatch.kernels.native.tables import PERIOD_LIMIT, NativeTables, native_tables
+from attn_dispatch.spec.data import DataPattern, Form
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 
 name = "native"
 score_terms, partial, specialized = SCORE_TERMS, passes.partial, passes.specialized
+takes_data = True
 
 LIMITS = Limits("cpu", dict.fromkeys(DTYPES, ANY), head_dim=HEAD_DIM, grad_lse=True, masks=True)
 
@@ -37,7 +39,11 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = LIMITS.refusals(problem)
-    if tables.neighborhood_and_order(problem.pattern)[0] is None:
+    if isinstance(problem.pattern, Form):
+        within = getattr(problem.pattern, "within", Dense())
+        if data_tables.refused_within(within):
+            found.append(Refusal("pattern", f"cuts blocks by Dense and Window, not by {within}"))
+    elif tables.neighborhood_and_order(problem.pattern)[0] is None:
         found += refuse_pattern(problem, (Dense, Window, Dilated, Neighborhood))
     if (tokens := tables.dilation_period(problem.pattern)) > PERIOD_LIMIT:
         found.append(Refusal("pattern", f"its dilation rates repeat every {tokens} tokens, over {PERIOD_LIMIT}"))
@@ -69,12 +75,17 @@ def prepared() -> bool:
 
 
 def flops(problem: Problem) -> int:
-    return problem.batch * passes.pair_count(problem) * problem.head_dim * (14 if problem.needs_grad else 4)
+    is_form, sizes = isinstance(problem.pattern, Form), (problem.q_len, problem.k_len)
+    pairs = problem.heads * problem.pattern.pairs(*sizes, ()) if is_form else passes.pair_count(problem)
+    return problem.batch * pairs * problem.head_dim * (14 if problem.needs_grad else 4)
 
 
 def workspace_bytes(problem: Problem) -> int:
     width, grads = passes.padded_width(problem.head_dim), problem.needs_grad
-    total = passes.scratch_bytes(problem) + max(tables.native_table_bytes(problem, order) for order in orders(problem))
+    if isinstance(problem.pattern, Form):
+        total = passes.scratch_bytes(problem) + data_tables.table_bytes(problem)
+    else:
+        total = passes.scratch_bytes(problem) + max(tables.native_table_bytes(problem, each) for each in orders(problem))
     q, k = problem.batch * problem.heads * problem.q_len, problem.batch * problem.kv_heads * problem.k_len
     total += 4 * q * (3 if grads else 1) + problem.batch * (problem.k_len * problem.has_key_mask + 8)
     # Rows with a last stride over 1 are copied; so may be out's gradient.
@@ -90,6 +101,8 @@ def workspace_bytes(problem: Problem) -> int:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor) -> Result:
+    if isinstance(problem.pattern, Form):
+        return _run(q, k, v, problem, (), tensors)
     return _run(q, k, v, problem, (native_tables(problem, order),), tensors)
 
 
@@ -112,9 +125,16 @@ def _run(
     bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
     wide = None if bias is None else bounded(bias.detach(), torch.float32)
     slopes = None if slopes is None else slopes.float().resolve_neg().contiguous()
-    native = NativePasses(problem, parts[0], seen, lengths, wide, slopes, parts[1:])
+    native: Passes
+    if parts:
+        native = NativePasses(problem, parts[0], seen, lengths, wide, slopes, parts[1:])
+    else:
+        pattern = problem.pattern.bound(tensors["pattern_data"])
+        assert isinstance(pattern, DataPattern)
+        native = data_tables.passes_of(pattern, problem, seen, lengths, wide, slopes)
     # Its masks keep the kernel from reading keys; a bias does not.
     call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)
     if problem.needs_grad:
-        return differentiable(q, k, v, call, (bias, seen, lengths, slopes))
-    return call.forward(q, k, v) if problem.return_lse or call is not native else native.out(q, k, v, None)
+        return differentiable(q, k, v, call, (bias, seen, lengths, slopes, tensors.get("pattern_data")))
+    plain = isinstance(call, NativePasses) and not problem.return_lse
+    return call.out(q, k, v, None) if plain else call.forward(q, k, v)

@@ -17,12 +17,15 @@ from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, Cud
 from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.formula import bounded, score_terms_of
 from attn_dispatch.kernels.heads import head_classes, kv_heads_of
-from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.spec.data import derived
+from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import make_plain
 from attn_dispatch.text import gib
 
 name = "sdpa_mask"
 score_terms = ("bias", "alibi_slopes")
+takes_data = True
 
 MASK_LIMIT = 2**30  #: bytes of masks in the cache; above, other backends are better
 COPIES = 2  #: of a mask with the caller's bias: while it is added, the sum so far and the next one
@@ -53,11 +56,17 @@ def mask_bytes(problem: Problem) -> int:
         return 0
     one = problem.q_len * problem.k_len * numerics.sum_dtype(problem.dtype).itemsize
     rows, heads = problem.bias or (1, 1)
+    rows = problem.batch if _by_row(problem) else rows
     if problem.alibi_axes:
         rows, heads = problem.batch if problem.alibi_axes == 2 else rows, problem.heads
     own = rows * max(heads, len(_head_runs(problem))) * bool(problem.score_terms)
     masked = problem.batch * max(1, heads * bool(problem.score_terms)) * problem.masked
-    return one * (len(_head_runs(problem)) + COPIES * own + masked)
+    return one * (len(_head_runs(problem)) * (problem.batch if _by_row(problem) else 1) + COPIES * own + masked)
+
+
+def _by_row(problem: Problem) -> bool:
+    """Whether the pattern holds tensors for each row of the batch."""
+    return getattr(problem.pattern, "by_row", False)
 
 
 def workspace_bytes(problem: Problem) -> int:
@@ -70,7 +79,12 @@ def workspace_bytes(problem: Problem) -> int:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     kernel, plan = _prepared(problem)
-    biases = () if _is_plain(problem) else _biases(problem)
+    data, biases = tensors.get("pattern_data"), tuple[branches.Bias, ...]()
+    if data is not None:
+        key = "sdpa_mask", problem.q_len, problem.k_len, problem.heads, numerics.sum_dtype(problem.dtype)
+        biases = derived(data, key, lambda: make_plain(_masks, problem, problem.pattern.bound(data)))
+    elif not _is_plain(problem):
+        biases = _biases(problem)
     return branches.run(q, k, v, problem, plan, kernel, tensors, _with_score_terms(problem, biases, tensors))
 
 
@@ -101,9 +115,9 @@ def _key(problem: Problem) -> Hashable:
     return problem.pattern, problem.q_len, problem.k_len, problem.heads, wide, problem.device
 
 
-def _masks(problem: Problem) -> tuple[branches.Bias, ...]:
+def _masks(problem: Problem, pattern: Pattern | None = None) -> tuple[branches.Bias, ...]:
     wide = numerics.sum_dtype(problem.dtype)
-    return tuple(_bias(problem, heads[0], wide) for heads in _head_runs(problem))
+    return tuple(_bias(problem, pattern or problem.pattern, heads[0], wide) for heads in _head_runs(problem))
 
 
 _biases = DeviceCache(_masks, _key, most_bytes=MASK_LIMIT)
@@ -138,14 +152,16 @@ def _with_score_terms(
     return tuple(found)
 
 
-def _bias(problem: Problem, head: int, dtype: torch.dtype) -> branches.Bias:
+def _bias(problem: Problem, pattern: Pattern, head: int, dtype: torch.dtype) -> branches.Bias:
     """The bias log c of one head."""
-    values = torch.empty(1, 1, problem.q_len, problem.k_len, dtype=dtype, device=problem.device)
-    seen = torch.empty(1, 1, problem.q_len, dtype=torch.bool, device=problem.device)
+    batch = problem.batch if _by_row(problem) else 1
+    values = torch.empty(batch, 1, problem.q_len, problem.k_len, dtype=dtype, device=problem.device)
+    seen = torch.empty(batch, 1, problem.q_len, dtype=torch.bool, device=problem.device)
     for start in range(0, problem.q_len, ROWS):
         rows = slice(start, min(start + ROWS, problem.q_len))
         q_pos = torch.arange(rows.start, rows.stop, device=problem.device)
-        counts = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, h_pos=(head,), q_pos=q_pos)
-        torch.log(counts[0].to(dtype), out=values[0, 0, rows])
-        torch.any(counts[0], dim=-1, out=seen[0, 0, rows])
+        counts = pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, h_pos=(head,), q_pos=q_pos)
+        counts = counts if counts.ndim == 4 else counts[None]
+        values[:, :, rows] = torch.log(counts.to(dtype))
+        seen[:, :, rows] = torch.any(counts, dim=-1)
     return branches.Bias(values, seen)

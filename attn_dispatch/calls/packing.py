@@ -28,7 +28,9 @@ from attn_dispatch.kernels.limits import LARGEST_GRID
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
+from attn_dispatch.spec.data import Blocks, DataPattern, Ranges
 from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_sink
@@ -86,6 +88,35 @@ def sink(call: Call) -> Rewritten | None:
         return (out, lse) if call.return_lse else out
 
     return Rewritten([call._replace(sink=None, return_lse=True)], added)
+
+
+def of_data(call: Call) -> Rewritten | None:
+    """A pattern that holds tensors names keys by their place in the row: documents cut its intervals, and key_lens mask
+    keys. Raises InvalidInput: it cannot be given with the others.
+    """
+    pattern = call.pattern
+    if not isinstance(pattern, DataPattern) or not (call.packs or call.key_lens is not None or call.mesh is not None):
+        return None
+    kind = type(pattern).__name__
+    if call.mesh is not None:
+        raise NoBackend(f"{kind} over a mesh: attend() takes patterns that hold tensors on one device")
+    if call.packs:
+        check_alone(call)
+        if not isinstance(pattern, Ranges):
+            raise InvalidInput(f"documents and cu_seqlens cannot be given with {kind}: let its table name the blocks")
+        problem = Problem.of_call(call, may_be_empty=True)
+        lengths = lengths_of(call, problem.batch, problem.q_len, problem.k_len)
+        ends = [torch.tensor(row).cumsum(0).repeat_interleave(torch.tensor(row)) for row in lengths]
+        sizes = [torch.tensor(row).repeat_interleave(torch.tensor(row)) for row in lengths]
+        high, size = (torch.stack(each).to(pattern.device) for each in (ends, sizes))
+        return Rewritten([call.with_pattern(pattern.clipped(high - size, high - 1), documents=None, cu_seqlens=None)], only)
+    if isinstance(pattern, Blocks) and pattern.within != Dense():
+        raise InvalidInput(f"key_lens cannot be given with {kind} within {pattern.within}: its rows end at one key")
+    lengths, keys = _integers("key_lens", call.key_lens, read=False), call.k.shape[call.layout.index("n")]
+    if list(lengths.shape) != [call.k.shape[0]]:
+        raise InvalidInput(f"key_lens must have shape [batch] = [{call.k.shape[0]}], got {list(lengths.shape)}")
+    there = torch.arange(keys, device=lengths.device) < lengths[:, None]
+    return Rewritten([call._replace(key_lens=None, key_mask=there if call.key_mask is None else call.key_mask & there)], only)
 
 
 def key_lens(call: Call) -> Rewritten | None:

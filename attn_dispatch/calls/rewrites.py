@@ -114,6 +114,7 @@ REWRITES: tuple[Callable[[Call], Rewritten | None], ...] = (
     packing.sink,
     widths.alignment,
     as_operator,
+    packing.of_data,
     packing.key_lens,
     widths.widths,
     over_mesh,

@@ -101,7 +101,7 @@ def new_route(call: Call, key: Any) -> Route:
             run=run,
             problem=problem,
             backend=titled(*decision.chosen),
-            direct=transposed == heads_first and not (cast or problem.masked or problem.bias or problem.alibi_axes),
+            direct=transposed == heads_first and not (cast or any(x is not None for x in call.tensors.values())),
             transposed=transposed,
             cast=cast,
             graphed=graphed,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.machine.devices import missing_code
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.groups import SCORE_TERMS as _FIELDS
 from attn_dispatch.spec.orders import NATURAL, ORDERS
 from attn_dispatch.spec.pattern import Pattern
@@ -75,6 +76,8 @@ class Backend:
       of its first keys, from none to all. Without it, the host reads them, and rows of one length are a call.
     * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
       refused for it.
+    * `takes_data: bool`: it is asked about patterns that hold tensors, which `run` gets as `pattern_data`. Problems have
+      their forms (`spec.data`); others refuse them.
     * `specialized(problem, q, k, v, heads_first=False) -> Callable | None`: a function of q, k, v and problem that does
       what `run` does, with the same bits, for calls without other tensors and gradients whose q, k and v have these
       shapes, strides and dtypes; what depends on those alone is done once. With `heads_first`, q, k, v and out are
@@ -89,6 +92,7 @@ class Backend:
 
     name: str  #: short, unique and stable: decisions store it
     score_terms: Collection[str] = ()
+    takes_data: bool = False
     all_orders: tuple[str, ...] = ()
     shares_builds: bool = False
     flops: Callable[..., float] | None = None
@@ -121,7 +125,7 @@ class Backend:
         Args:
             q: [batch, q_len, heads, head_dim]; any strides. k, v: [batch, k_len, kv_heads, head_dim].
             problem: the checked call without its data.
-            tensors: `seq_lens`, `key_mask`, `bias`, `alibi_slopes`, where the problem has them; `order=`, where it is
+            tensors: `seq_lens`, `key_mask`, `bias`, `alibi_slopes`, `pattern_data`, where the problem has them; `order=`, where it is
                 not the natural one.
 
         Returns:
@@ -197,7 +201,7 @@ def runner(backend: Backend, order: str, problem: Problem, tensors: tuple[Tensor
 
 def asks_specialized(backend: Backend, problem: Problem) -> bool:
     """Whether `specialized` is asked: of calls without tensors besides q, k and v, and without dropout."""
-    odd = problem.dropout_p or problem.masked or problem.score_terms
+    odd = problem.dropout_p or problem.masked or problem.score_terms or isinstance(problem.pattern, Form)
     odd = odd or (problem.needs_grad and not backend.specialized_trains)
     return backend.specialized is not None and not odd
 
@@ -222,6 +226,8 @@ def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
     """The backend's refusals, after what keeps every backend from the problem's device, and it from what it has not."""
     why = missing_code(problem.device)
     missing = [Refusal("device", why)] if why else []
+    if isinstance(problem.pattern, Form) and not backend.takes_data:  # it need not know forms
+        return [*missing, Refusal("pattern", f"takes no tensors of a pattern: {problem.pattern}")]
     return [*missing, *refuse_score_terms(backend, problem), *backend.refusals(problem)]
 
 

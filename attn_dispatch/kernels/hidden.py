@@ -28,8 +28,8 @@ class Hidden(NamedTuple):
     Args:
         keys: bool [batch or 1, k_len, kv_heads or 1, 1]: keys and values that no query sees; None: none.
         queries: bool [batch, q_len, 1, 1]: padding; None: none.
-        biased: a problem with a bias, and its tensors: what they hide together takes long to find, and matters only
-            where keys or values are not finite.
+        biased: a problem with a bias or a pattern that holds tensors, and its tensors: what they hide together takes
+            long to find, and matters only where keys or values are not finite.
     """
 
     keys: Tensor | None
@@ -59,7 +59,8 @@ class Hidden(NamedTuple):
             keys = _either(keys, ~key_mask[:, :, None, None])
         if masked_keys and seq_lens is not None:
             keys = _either(keys, padding_mask(problem.k_len, seq_lens)[:, :, None, None])
-        return cls(keys, queries, None if bias is None else (problem, tensors))
+        mixed = bias is not None or (pattern and "pattern_data" in tensors)
+        return cls(keys, queries, (problem, tensors) if mixed else None)
 
     def __bool__(self) -> bool:
         return any(each is not None for each in self)

@@ -101,7 +101,8 @@ def multiplicity_of(
     alike = not problem.pattern.head_offsets(0, problem.heads)
     sizes, some = (problem.q_len, problem.k_len, problem.heads), heads[:1] if alike else heads
     lens, key_mask = tensors.get("seq_lens"), tensors.get("key_mask")
-    counts = problem.pattern.multiplicity(*sizes, seq_lens=lens, key_mask=key_mask, h_pos=some, q_pos=q_pos)
+    pattern = problem.pattern.bound(tensors.get("pattern_data"))
+    counts = pattern.multiplicity(*sizes, seq_lens=lens, key_mask=key_mask, h_pos=some, q_pos=q_pos)
     return counts if bias is None else counts * (rows_of_bias(bias, heads, q_pos) != -math.inf)
 
 

@@ -67,7 +67,8 @@ class Pattern(ABC):
             device: of the result, where no tensor is passed.
 
         Returns:
-            int32 [heads, queries, keys], or [batch, heads, queries, keys] when `seq_lens` or `key_mask` is given.
+            int32 [heads, queries, keys], or [batch, heads, queries, keys] when `seq_lens` or `key_mask` is given, or
+            where the pattern holds tensors by row.
             It may be an expanded view: do not write to it.
 
         Raises:
@@ -82,7 +83,7 @@ class Pattern(ABC):
         k_pos = torch.arange(k_len, device=where) if k_pos is None else k_pos
         which = range(heads) if h_pos is None else h_pos
         counts = self._counts(q_pos, k_pos, q_len, k_len, heads, which).to(torch.int32)
-        counts = counts.expand(len(which), len(q_pos), len(k_pos))
+        counts = counts.expand(*counts.shape[:-3], len(which), len(q_pos), len(k_pos))
         if key_mask is not None:
             counts = counts * key_mask[:, None, None, k_pos]
         if seq_lens is not None:
@@ -92,7 +93,11 @@ class Pattern(ABC):
 
     @abstractmethod
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
-        """[len(h_pos) or 1, queries, keys], bool or integer."""
+        """[(batch,) len(h_pos) or 1, queries, keys], bool or integer."""
+
+    def bound(self, data: Tensor | None) -> Pattern:
+        """The pattern with its tensors: itself, except for the forms of `spec.data`."""
+        return self
 
     def head_offsets(self, head: int, heads: int) -> Offsets:
         """The head's offset in each branch: heads with equal offsets see the same keys. () where all heads do."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import boolean, choice, integer, number
+from attn_dispatch.spec.data import Blocks, BlocksForm, DataPattern, Form, Ranges, RangesForm
 from attn_dispatch.spec.groups import SCORE_TERMS, key_of
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -41,7 +42,9 @@ from attn_dispatch.text import where_true
 LARGEST_SOFTCAP = 1e30  #: scores are float32 in most kernels
 PRECISIONS = ("highest", "high", "medium")
 CONTIGUOUS = ("bnhd", "bnhd", "bnhd")  #: stride classes of q, k and v (see `tensors.stride_class`)
-PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (Dense, Window, Dilated, Neighborhood, Reordered)}
+_PLAIN = (Dense, Window, Dilated, Neighborhood, Reordered)
+#: What a problem can hold, by name.
+PATTERNS: dict[str, type[Pattern]] = {kind.__name__: kind for kind in (*_PLAIN, RangesForm, BlocksForm)}
 
 
 class Call(NamedTuple):
@@ -94,7 +97,8 @@ class Call(NamedTuple):
     @property
     def tensors(self) -> dict[str, Tensor | None]:
         """The tensors that a backend takes besides q, k and v, by name."""
-        return {name: getattr(self, name) for name in ("seq_lens", "key_mask", "bias", "alibi_slopes")}
+        found = {name: getattr(self, name) for name in ("seq_lens", "key_mask", "bias", "alibi_slopes")}
+        return found | {"pattern_data": self.pattern.data} if isinstance(self.pattern, DataPattern) else found
 
     @property
     def packs(self) -> bool:
@@ -200,6 +204,11 @@ class Problem:
         batch, q_len, heads, head_dim, k_len, kv_heads = common_shapes(tensors)
         chosen = given = choose_pattern(call)
         chosen.check(q_len, k_len)
+        if isinstance(chosen, DataPattern):
+            if chosen.device != call.q.device:
+                raise InvalidInput(f"the tensors of {chosen} must be on q's device {call.q.device}")
+            chosen.check_rows(batch, q_len, heads, kv_heads)
+            chosen = given = chosen.form(k_len, heads, kv_heads)
         if call.first_head is not None or call.all_heads is not None:
             chosen = chosen.of_heads(*_share(call.first_head, call.all_heads, heads))
         check_seq_lens(call.seq_lens, batch, q_len, k_len, call.q.device)
@@ -322,8 +331,9 @@ def choose_pattern(call: Call) -> Pattern:
     boolean("is_causal", call.is_causal)
     shorthands = {name: getattr(call, name) for name in ("segment_lengths", "dilation_rates")}
     if call.pattern is not None:
-        if not isinstance(call.pattern, Pattern):
-            raise InvalidInput(f"pattern must be one of {', '.join(PATTERNS)} or None, got {call.pattern!r}")
+        if not isinstance(call.pattern, Pattern) or isinstance(call.pattern, Form):
+            names = ", ".join(kind.__name__ for kind in (*_PLAIN, Ranges, Blocks))
+            raise InvalidInput(f"pattern must be one of {names} or None, got {call.pattern!r}")
         if call.is_causal or any(each is not None for each in shorthands.values()):
             raise InvalidInput("give pattern or the shorthands segment_lengths, dilation_rates, is_causal, not both")
         return call.pattern
@@ -387,6 +397,6 @@ def dropout(dropout_p: object) -> float:
 
 def _pattern(plain: Mapping[str, Any]) -> Pattern:
     values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in plain.items()}
-    if "pattern" in values:  # inside Reordered
-        values["pattern"] = _pattern(values["pattern"])
+    for name in values.keys() & {"pattern", "within"}:  # inside Reordered and Blocks
+        values[name] = _pattern(values[name])
     return PATTERNS[values.pop("kind")](**values)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, runner
+from attn_dispatch.spec.data import BlocksForm, RangesForm
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import randn
@@ -82,7 +83,7 @@ def example_bytes(problem: Problem) -> int:
     kv = problem.batch * problem.k_len * problem.kv_heads * problem.head_dim
     masks = problem.batch * (8 * problem.has_seq_lens + problem.k_len * problem.has_key_mask)
     masks += math.prod(problem.bias) * problem.q_len * problem.k_len * problem.dtype.itemsize * bool(problem.bias)
-    return ((2 if problem.needs_grad else 1) * q + 2 * kv) * problem.dtype.itemsize + masks
+    return ((2 if problem.needs_grad else 1) * q + 2 * kv) * problem.dtype.itemsize + masks + data_bytes(problem)
 
 
 def synchronize(device: torch.device) -> None:
@@ -115,7 +116,7 @@ def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example
     if problem.has_key_mask:
         visible = torch.rand(problem.batch, problem.k_len, generator=generator) < 0.75
         masks["key_mask"] = visible.to(problem.device)
-    masks |= score_tensors(problem, generator)
+    masks |= score_tensors(problem, generator) | pattern_data(problem, generator)
     return Example(problem, q, k, v, grads[0] if grads else None, masks, seed, on_device)
 
 
@@ -141,3 +142,65 @@ def score_tensors(
         slopes = torch.rand([problem.batch, problem.heads][-problem.alibi_axes :], generator=generator)
         found["alibi_slopes"] = slopes.to(problem.device)
     return found
+
+
+def pattern_data(problem: Problem, generator: torch.Generator, *, hard: bool = False) -> dict[str, Tensor]:
+    """The tensors of a pattern that holds some, of its form and density; empty for others.
+
+    Args:
+        hard: whether there are queries and keys that see nothing, entries that stand twice, bounds beyond the keys.
+    """
+    form = problem.pattern
+    if isinstance(form, RangesForm):
+        found = _intervals(problem, form, generator, hard)
+    elif isinstance(form, BlocksForm):
+        found = _block_table(problem, form, generator, hard)
+    else:
+        return {}
+    return {"pattern_data": found.to(problem.device)}
+
+
+def _intervals(problem: Problem, form: RangesForm, generator: torch.Generator, hard: bool) -> Tensor:
+    """As of spans beside a window: what neighbouring queries see begins or ends at the same keys."""
+    shape = problem.batch if form.by_row else 1, form.intervals, problem.q_len
+    if hard:
+        first = torch.randint(-3, problem.k_len + 3, shape, generator=generator)
+        size = torch.randint(-2, problem.k_len, (*shape[:2], 1), generator=generator)
+        last = first + torch.where(torch.rand(shape, generator=generator) < HIDDEN_SHARE, -1, size)
+        last[..., -1] = first[..., -1] - 1
+        return torch.stack([first, last]).int()
+    share = 2 ** ((form.density or 0) / 2) / form.intervals
+    size = max(1, min(problem.k_len, round(share * problem.k_len)))
+    centre = torch.arange(problem.q_len) * problem.k_len // problem.q_len
+    begin = (torch.randint(0, size, shape[:2], generator=generator)[..., None] + centre) // size * size
+    first = (begin - size // 2).clamp(0, problem.k_len - size).expand(shape)
+    return torch.stack([first, first + size - 1]).int()
+
+
+def _block_table(problem: Problem, form: BlocksForm, generator: torch.Generator, hard: bool) -> Tensor:
+    tables = {"all": 1, "kv_heads": problem.kv_heads, "heads": problem.heads}[form.heads]
+    rows, columns = -(-problem.q_len // form.size[0]), -(-problem.k_len // form.size[1])
+    shape = problem.batch if form.by_row else 1, tables, rows
+    share = 0.5 if hard else 2 ** ((form.density or 0) / 2)
+    if not form.is_list:
+        table = torch.rand(*shape, columns, generator=generator) < share
+        if hard:
+            table[:, 0, -1], table[:, -1, 0] = False, True
+            table[..., columns // 2] &= columns == 1
+        return table
+    most = max(1, round(share * columns))
+    lists = torch.rand(*shape, columns, generator=generator).argsort(-1)[..., :most].int()
+    if hard:
+        lists = torch.cat([lists, lists[..., :1], torch.full_like(lists[..., :1], -1)], -1)  # one twice, one none
+        lists[:, 0, -1] = -1
+    return lists
+
+
+def data_bytes(problem: Problem) -> int:
+    """Bytes of `pattern_data`, at most."""
+    form, rows = problem.pattern, problem.batch
+    if isinstance(form, RangesForm):
+        return 8 * rows * form.intervals * problem.q_len
+    if isinstance(form, BlocksForm):
+        return 12 * rows * problem.heads * -(-problem.q_len // form.size[0]) * (2 - -problem.k_len // form.size[1])
+    return 0

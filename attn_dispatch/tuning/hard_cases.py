@@ -19,17 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES, randn, stride_class
-from attn_dispatch.tuning.example import Example, score_tensors
+from attn_dispatch.tuning.example import Example, pattern_data, score_tensors
 
 LARGEST_SCORE = 1e4  #: absolute value of a scaled score
 HUGE_SCORE = 1e9  #: absolute value of one of which float32 has no digits after the point
 LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, in float16, whose maximum is 65504
 OUTLIER = 2.0**10  #: factor on one entry of head_dim, as of models whose activations have outliers
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
+DENSITY = -2  #: half octaves: half of the pairs of a pattern that holds tensors
 MAX_GROUP = 3  #: query heads for each head of k and v
 MAX_BRANCHES = 6  #: branches of a dilated pattern that heads are split between
 EVEN, ODD, SHORT, MANY = 192, 77, 40, 130  #: tokens: one and a half tiles, multiples of none; keys for one query
@@ -82,7 +84,7 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     if problem.device.type == "cpu":
         lows = [HUGE_SCORE, math.inf] if problem.bias else [HUGE_SCORE] if problem.alibi_axes else []
         found += [CaseSpec("hugely negative rows", small(1, *uneven), own, low=each) for each in lows]
-    if problem.masked or problem.bias or unseen_keys(small(1, EVEN)) is not None:
+    if problem.masked or problem.bias or isinstance(problem.pattern, Form) or unseen_keys(small(1, EVEN)) is not None:
         found.append(CaseSpec("NaN that is hidden", small(2, EVEN), own, hidden=True))
     if placed and problem.q_len < problem.k_len:
         ends = small(2, SHORT, ODD), small(1, 1, EVEN)
@@ -133,6 +135,8 @@ def fitted(pattern: Pattern, length: int) -> Pattern:
         return replace(pattern, segment_lengths=_segments(pattern, length))
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern, length)
+    if isinstance(pattern, Form):  # problems of all densities share the cases
+        return replace(pattern, density=DENSITY)
     return replace(pattern, pattern=fitted(pattern.pattern, length)) if isinstance(pattern, Reordered) else pattern
 
 
@@ -263,6 +267,7 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
             visible[-1] = False
         masks["key_mask"] = visible.to(problem.device)
     masks |= score_tensors(problem, generator, hides=True, empty=spec.empty)
+    masks |= pattern_data(problem, generator, hard=spec.hidden or spec.empty or spec.odd_masks)
     if spec.low and problem.alibi_axes:
         masks["alibi_slopes"] *= HUGE_SCORE
     if spec.low and problem.bias:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 from torch import Tensor
 
 from attn_dispatch.spec.checks import integer, integers
+from attn_dispatch.spec.data import Blocks, BlocksForm, Ranges, RangesForm
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import PATTERNS, Call, choose_pattern
@@ -29,6 +30,7 @@ class Encoded(NamedTuple):
     alibi_slopes: Tensor | None
     bias: Tensor | None
     key_lens: Tensor | None
+    pattern_data: Tensor | None
     pattern: str
     numbers: list[int]
     scale: float | None
@@ -68,6 +70,7 @@ FIELDS = {name: [each.name for each in fields(kind)] for name, kind in PATTERNS.
 def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
     """What an operator takes of a call; `decoded` reads it. Raises InvalidInput."""
     given = {name: getattr(call, name) for name in SAME}
+    given["pattern_data"] = call.tensors.get("pattern_data")
     given["pattern"], given["numbers"] = encoded_pattern(call)
     for name, least in (("first_head", 0), ("all_heads", 1)):
         given[name] = None if given[name] is None else integer(name, given[name], least)
@@ -77,7 +80,7 @@ def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
 def decoded(qkv: Iterable[Tensor], given: Encoded, return_lse: bool) -> Call:
     """The call that an operator computes, with tokens first. Raises InvalidInput."""
     asked = {name: getattr(given, name) for name in SAME}
-    asked["pattern"] = decoded_pattern(given.pattern, tuple(given.numbers))
+    asked["pattern"] = decoded_pattern(given.pattern, tuple(given.numbers)).bound(given.pattern_data)
     q, k, v = qkv
     return Call(q, k, v, **asked, return_lse=return_lse)
 
@@ -102,6 +105,11 @@ def encoded_pattern(call: Call) -> tuple[str, list[int]]:
 
 def _encoded(pattern: Pattern) -> tuple[str, list[int]]:
     """The pattern's kind and a word for each field: `#` for a number, `#3` for three, `*` before several flags."""
+    if isinstance(pattern, Ranges):
+        return RangesForm.__name__, []
+    if isinstance(pattern, Blocks):
+        code, inner = _encoded(pattern.within)
+        return f"{BlocksForm.__name__} {code}", [*pattern.size, *inner]
     if isinstance(pattern, Reordered):
         code, inner = _encoded(pattern.pattern)
         return f"Reordered {pattern.order} {code}", inner
@@ -124,8 +132,13 @@ def _encoded(pattern: Pattern) -> tuple[str, list[int]]:
 
 @lru_cache(4096)
 def decoded_pattern(code: str, numbers: tuple[int, ...]) -> Pattern:
-    """The pattern of a text and its numbers. Raises InvalidInput."""
+    """The pattern of a text and its numbers, or its form. Raises InvalidInput."""
     kind, *words = code.split()
+    if kind == RangesForm.__name__:  # of forms, what `bound` takes
+        return RangesForm(1, by_row=False)
+    if kind == BlocksForm.__name__:
+        within = decoded_pattern(" ".join(words), numbers[2:])
+        return BlocksForm((numbers[0], numbers[1]), "all", by_row=False, is_list=False, within=within)
     if kind == Reordered.__name__:
         return Reordered(decoded_pattern(" ".join(words[1:]), numbers), words[0])
     left = iter(numbers)

@@ -307,7 +307,7 @@ def _chunks(
         if rows is not None:
             key = rows[key]
             tile, key, bits = (x[key != NO_ROW] for x in (tile, key, bits))
-        group, full = _group(bits)
+        group, full = group_of_vectors(bits)
         by_group = ((tile * GROUPS + group) * 2 + full).argsort(stable=True)
         yield key[by_group].to(torch.int32), bits[by_group], tile[by_group] + first, group[by_group]
 
@@ -351,7 +351,7 @@ def _adjacent(tile: Tensor, key: Tensor, bits: Tensor) -> tuple[Tensor, Tensor, 
     return torch.cat([tile, tile[twice]]), torch.cat([key, key[twice]]), torch.cat([bits & low, rest])
 
 
-def _group(bits: Tensor) -> tuple[Tensor, Tensor]:
+def group_of_vectors(bits: Tensor) -> tuple[Tensor, Tensor]:
     """One number per key for the first and last vector that see it; and whether all queries between do, 0 or 1."""
     by_vector = _by_vector(bits)
     sees, numbers = by_vector != 0, torch.arange(VECTORS)[:, None]

@@ -1,0 +1,219 @@
+"""Tables for attention.cpp of masks made of data: `Ranges` and `Blocks`. What no lane of a tile sees is not listed.
+
+A tile is `TILE` consecutive queries. Where many keys in a row are seen by the same lanes they are a run with a bit mask
+of these lanes; the few keys between, at the edges of intervals, are listed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_dispatch.kernels.autograd import Passes
+from attn_dispatch.kernels.native.run import NativePasses
+from attn_dispatch.kernels.native.tables import TILE, VECTOR, VECTORS, NativeTables, group_of_vectors
+from attn_dispatch.kernels.progressions import OPEN
+from attn_dispatch.spec.data import Blocks, BlocksForm, DataPattern, Ranges, RangesForm, derived
+from attn_dispatch.spec.pattern import Dense, Pattern
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Band
+from attn_dispatch.spec.tracing import make_plain
+
+LONG = 24  #: keys in a row from which a run of their own is faster than a list
+FEW = 16  #: queries of a tile up to which the kernel takes no listed keys, FEW in attention/vectors.h
+AT_ONCE = 2**25  #: entries of a temporary table
+
+#: Runs by columns: the tile among those of all tables, first key, number of keys, bounds, lanes.
+Runs = tuple[Tensor, ...]
+
+
+def data_tables(pattern: DataPattern, problem: Problem, row: int) -> NativeTables:
+    """The tables of a row of the batch: made once, and kept as long as the pattern's tensors."""
+    sizes = problem.q_len, problem.k_len, problem.heads
+    return derived(pattern.data, ("native", row, *sizes), lambda: make_plain(_tables, pattern, row, *sizes))
+
+
+def _tables(pattern: DataPattern, row: int, q_len: int, k_len: int, heads: int) -> NativeTables:
+    if isinstance(pattern, Ranges):
+        tables, (runs, listed) = 1, _of_ranges(pattern.data[:, row], k_len)
+    else:
+        assert isinstance(pattern, Blocks)
+        bands = pattern.within.bands(q_len, k_len, ())
+        assert bands is not None  # see `refused_within`
+        counts = pattern.block_counts(k_len)[row]
+        tables, runs, listed = len(counts), _of_blocks(counts, pattern.size, q_len, k_len, bands), None
+    return _joined(runs, listed, tables, q_len, heads)
+
+
+def passes_of(
+    pattern: DataPattern,
+    problem: Problem,
+    seen: Tensor | None,
+    seq_lens: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+) -> Passes:
+    """The passes of a problem, with tables for each row of the batch where the pattern has tensors by row."""
+    rows = pattern.data.shape[1 if isinstance(pattern, Ranges) else 0]
+    inner = replace(problem, pattern=Dense())  # of which only the sizes are asked
+    if rows == 1:
+        return NativePasses(inner, data_tables(pattern, problem, 0), seen, seq_lens, bias, slopes)
+    inner, found = replace(inner, batch=1, bias=(1, *inner.bias[1:]) if inner.bias else ()), list[NativePasses]()
+    for row in range(rows):
+        own = slice(row, row + 1)
+        masks = (None if x is None else x[own] for x in (seen, seq_lens))
+        terms = (bias if bias is None or len(bias) == 1 else bias[own]), (slopes if slopes is None or slopes.ndim == 1 else slopes[own])
+        found.append(NativePasses(inner, data_tables(pattern, problem, row), *masks, *terms))
+    return _ByRow(tuple(found), problem.bias[:1] == (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class _ByRow:
+    """The passes of each row of the batch; `shared`: whether they share a bias."""
+
+    rows: tuple[NativePasses, ...]
+    shared: bool
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = [row.forward(*each) for row, *each in zip(self.rows, *(x.split(1) for x in (q, k, v)))]
+        out, lse = map(torch.cat, zip(*found))
+        return out, lse
+
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        grads = ([None] * len(self.rows) if x is None else x.split(1) for x in (grad, grad_lse))
+        each = zip(self.rows, *grads, zip(*(x.split(1) for x in saved)))
+        found = [torch.cat(x) for x in zip(*(row.backward(*rest) for row, *rest in each))]
+        return (*found[:3], *(x.sum(0, keepdim=True) if self.shared else x for x in found[3:]))
+
+
+def table_bytes(problem: Problem) -> int:
+    """Upper bound of the bytes of the tables and of making them, without the data."""
+    tiles = -(-problem.q_len // TILE)
+    form = problem.pattern
+    if isinstance(form, BlocksForm):
+        tables = problem.heads if form.heads == "heads" else problem.kv_heads if form.heads == "kv_heads" else 1
+        per_row = 24 * 8 * tables * tiles * -(-problem.k_len // form.size[1])
+    else:
+        assert isinstance(form, RangesForm)
+        # Edges of intervals, and in the worst case a list of all keys.
+        per_row = form.intervals * tiles * (2 * TILE * TILE + 4 * 24 * min(problem.k_len, 2 * TILE * LONG))
+    return per_row * (problem.batch if form.by_row else 1)
+
+
+def refused_within(within: Pattern) -> bool:
+    """Whether runs of keys cannot be cut by this pattern: it has segments, or a grid."""
+    return bool(within.branches) or bool(within.axes)
+
+
+def _joined(runs: Runs, listed: Runs | None, tables: int, q_len: int, heads: int) -> NativeTables:
+    """The tables of runs with bounds, and of listed keys (tile, key, lanes, interval), which follow them in each tile.
+
+    The kernel adds to several rows of dk at once: a listed run has no key twice.
+    """
+    tile, key, count, low, high, lanes = runs
+    table = torch.stack([key, torch.ones_like(key), count, low, high], dim=1)
+    keys = bits = None
+    if listed is not None and len(listed[0]):
+        at, keys, bits, interval = listed
+        group, full = group_of_vectors(bits)
+        kind = (at * (int(interval.max()) + 1) + interval) * (VECTORS + 1) ** 2 + group
+        order = (2 * kind + full).argsort(stable=True)
+        at, keys, bits, group, kind = (x[order] for x in (at, keys.to(torch.int32), bits, group, kind))
+        changed = torch.ones(len(at), dtype=torch.bool)
+        changed[1:] = kind[1:] != kind[:-1]
+        start = changed.nonzero()[:, 0]
+        sizes = torch.diff(start, append=torch.tensor([len(at)]))
+        sides = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
+        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), sizes, *sides], dim=1)])
+        tile, lanes = torch.cat([tile, at[start]]), torch.cat([lanes, torch.full_like(start, -1)])
+        order = tile.argsort(stable=True)
+        table, tile, lanes = table[order], tile[order], lanes[order]
+    each = -(-q_len // TILE)
+    number = torch.bincount(tile, minlength=tables * each)
+    query = torch.arange(0, q_len, TILE).repeat(tables)
+    of_tile = [query, torch.ones_like(query), (q_len - query).clamp(max=TILE), number.cumsum(0) - number, number]
+    first_tile = torch.arange(tables + 1) * each
+    head_class = torch.arange(heads) * tables // heads
+    mask = None if bool((lanes == -1).all()) else lanes
+    return NativeTables(torch.stack(of_tile, dim=1), table, first_tile, head_class, None, keys, bits, mask)
+
+
+def _bit_sum(seen: Tensor, dim: int) -> Tensor:
+    """Bool with an axis of lanes as bits."""
+    shape = [1] * seen.ndim
+    shape[dim] = -1
+    return (seen.long() << torch.arange(seen.shape[dim]).view(shape)).sum(dim)
+
+
+def _of_ranges(data: Tensor, k_len: int) -> tuple[Runs, Runs]:
+    """Runs and listed keys of the intervals [2, intervals, q_len]."""
+    first, stop = data[0].long().clamp(min=0), (data[1].long() + 1).clamp(max=k_len)
+    none = first >= stop
+    first, stop = first.masked_fill(none, 0), stop.masked_fill(none, 0)
+    # The last query fills the last tile: its lanes are dropped.
+    at = torch.arange(-(-first.shape[1] // TILE) * TILE).clamp(max=first.shape[1] - 1)
+    runs, listed = list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()
+    short = (first.shape[1] - 1) // TILE if first.shape[1] % TILE in range(1, FEW + 1) else -1  # the last tile
+    for interval, (begins, ends) in enumerate(zip(first[:, at], stop[:, at])):
+        for tile, key, count, lanes in _stretches(begins.view(-1, TILE), ends.view(-1, TILE)):
+            long = (count >= LONG) | (tile == short)
+            runs.append((tile[long], key[long], count[long], lanes[long]))
+            rest, each = (~long).nonzero()[:, 0], count[~long]
+            start = torch.repeat_interleave(key[rest] - (each.cumsum(0) - each), each)
+            keys = start + torch.arange(int(each.sum()))
+            at_keys = (x[rest].repeat_interleave(each) for x in (tile, lanes))
+            listed.append((next(at_keys), keys, next(at_keys), torch.full_like(keys, interval)))
+    tile, key, count, lanes = (torch.cat(each) for each in zip(*runs))
+    low, high = torch.full_like(key, -OPEN), torch.full_like(key, OPEN)
+    order = tile.argsort(stable=True)
+    found = tuple(x[order] for x in (tile, key, count, low, high, lanes))
+    return found, tuple(torch.cat(each) for each in zip(*listed))
+
+
+def _stretches(begins: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Keys in a row that the same lanes see: tile, first key, number, lanes. Of intervals [tiles, TILE]."""
+    step = max(1, AT_ONCE // (2 * TILE * TILE))
+    for start in range(0, len(begins), step):
+        low, high = begins[start : start + step], ends[start : start + step]
+        edges = torch.cat([low, high], dim=1).sort(dim=1).values
+        count, edge = edges.diff(dim=1), edges[:, :-1]
+        tile, at = (count > 0).nonzero(as_tuple=True)
+        key = edge[tile, at]
+        lanes = _bit_sum((low[tile] <= key[:, None]) & (key[:, None] < high[tile]), 1)
+        seen = lanes != 0
+        yield tile[seen] + start, key[seen], count[tile, at][seen], lanes[seen]
+
+
+def _of_blocks(counts: Tensor, size: tuple[int, int], q_len: int, k_len: int, bands: Sequence[Band]) -> Runs:
+    """Runs of blocks that are seen `counts` [tables, q blocks, k blocks] times, each cut by these bands."""
+    (qb, kb), each = size, -(-q_len // TILE)
+    query = torch.arange(each * TILE).clamp(max=q_len - 1).view(each, TILE)
+    block, found = query // qb, list[tuple[Tensor, ...]]()
+    for times in range(1, int(counts.max()) + 1 if counts.numel() else 1):
+        seen = counts >= times
+        lanes = torch.zeros(len(counts), each, counts.shape[2], dtype=torch.int64)
+        for n in range(int((block[:, -1] - block[:, 0]).max()) + 1):
+            own = _bit_sum(block == block[:, :1] + n, 1)  # lanes of each tile's n-th block
+            rows = (block[:, 0] + n).clamp(max=counts.shape[1] - 1)
+            lanes |= torch.where(seen[:, rows], own[:, None], 0)
+        lanes = lanes.flatten(0, 1)
+        changed = torch.ones_like(lanes, dtype=torch.bool)
+        changed[:, 1:] = lanes[:, 1:] != lanes[:, :-1]
+        tile, start = changed.nonzero(as_tuple=True)
+        after = torch.where(tile.diff(append=tile.new_tensor([-1])) == 0, start.roll(-1), counts.shape[2])
+        own = lanes[tile, start]
+        some = own != 0
+        tile, key, own = tile[some], start[some] * kb, own[some]
+        stop = (after[some] * kb).clamp(max=k_len)
+        for band in bands:
+            end = stop if band.stop is None else stop.clamp(max=band.stop)
+            there = end > key
+            low = torch.full_like(key, -OPEN if band.low is None else band.low)
+            high = torch.full_like(key, OPEN if band.high is None else band.high)
+            found.append(tuple(x[there] for x in (tile, key, end - key, low, high, own)))
+    tile, *rest = (torch.cat(x) for x in zip(*found)) if found else torch.zeros(6, 0, dtype=torch.int64)
+    order = tile.argsort(stable=True)
+    return (tile[order], *(x[order] for x in rest))

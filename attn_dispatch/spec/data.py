@@ -1,0 +1,388 @@
+"""Masks made of data: patterns that hold integer or bool tensors, and their forms, which are what a problem holds.
+
+Problems and their keys never hold the tensors: a form is the pattern without them. Backends get them beside q, k and v,
+as `pattern_data`; `form.bound(data)` is the pattern again.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.checks import boolean, integer
+from attn_dispatch.spec.orders import Reordered
+from attn_dispatch.spec.pattern import Dense, Pattern
+from attn_dispatch.spec.reach import Offsets
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+
+T = TypeVar("T")
+FAR = 2**30  #: positions are cut to +-FAR, so that they fit an int32
+SPARSEST = -40  #: half octaves; the density of a pattern without pairs
+
+
+class Form(Pattern):
+    """A pattern that holds tensors, without them: frozen and hashable. Base of the forms.
+
+    `density` is the share of the query-key pairs that are seen, in half octaves below 1; None: not known.
+    """
+
+    __slots__ = ()
+    density: int | None
+
+    @abstractmethod
+    def bound(self, data: Tensor) -> DataPattern:
+        """The pattern of these tensors."""
+
+    def _counts(self, *_: Any) -> NoReturn:
+        raise TypeError(f"{self} is a form: bound() makes a pattern of it")
+
+    def pairs(self, q_len: int, k_len: int, offsets: Offsets) -> int:
+        return round(q_len * k_len * 2 ** ((self.density or 0) / 2))
+
+    def seen(self, queries: Tensor, q_len: int, k_len: int, offsets: Offsets) -> Tensor:
+        return queries.new_ones(k_len) > 0  # which ones the data say: see `hidden.Hidden`
+
+    def lengthened(self, length: int, longer: int) -> None:
+        return None
+
+    def _density(self) -> str:
+        return "" if self.density is None else f", density={2 ** (self.density / 2):.2g}"
+
+
+class DataPattern(Pattern):
+    """Base of the patterns that hold tensors. They are made once and used by all layers: what a backend derives from
+    the tensors is kept as long as the pattern is. They have no hash; problems hold their `form`.
+
+    `data` is what backends get. `given` are the caller's tensors by name, with their version counters.
+    """
+
+    __slots__ = ("_densities", "data", "given")
+    data: Tensor
+    given: tuple[tuple[str, Tensor, int | None], ...]
+    __hash__ = None  # type: ignore[assignment]
+
+    def _hold(self, data: Tensor, **given: Tensor) -> None:
+        self.data, self._densities = data, dict[int, int]()
+        self.given = tuple((name, x, _version(x)) for name, x in given.items())
+
+    @property
+    def device(self) -> device:
+        return self.data.device
+
+    @abstractmethod
+    def form(self, k_len: int | None, heads: int, kv_heads: int) -> Form:
+        """What a problem holds of it. Without k_len no value is read, and the density is unknown."""
+
+    @abstractmethod
+    def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
+        """Raise InvalidInput where the tensors do not fit these sizes."""
+
+    def check(self, q_len: int, k_len: int) -> None:
+        for name, x, version in self.given:
+            if _version(x) != version:
+                kind = type(self).__name__
+                raise InvalidInput(f"{name} was changed in place after its {kind} was made: make a new {kind}")
+
+    @abstractmethod
+    def _seen_share(self, k_len: int) -> Tensor:
+        """The share of the query-key pairs that are seen: a scalar."""
+
+    def _density(self, k_len: int | None) -> int | None:
+        from attn_dispatch.spec.tracing import graphed, is_transformed
+
+        if k_len is None or graphed(self.data) or is_transformed():
+            return None
+        if k_len not in self._densities:
+            share = min(1.0, float(self._seen_share(k_len)))
+            self._densities[k_len] = max(SPARSEST, round(2 * math.log2(share))) if share > 0 else SPARSEST
+        return self._densities[k_len]
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RangesForm(Form):
+    """The form of `Ranges`: the number of intervals of each query, and whether each row of the batch has its own."""
+
+    intervals: int
+    by_row: bool
+    density: int | None = None
+
+    def bound(self, data: Tensor) -> Ranges:
+        found = object.__new__(Ranges)
+        found._hold(data)
+        return found
+
+    def __str__(self) -> str:
+        return f"Ranges({self.intervals} per query{', by row' * self.by_row}{self._density()})"
+
+
+class Ranges(DataPattern):
+    """Query i sees the keys `first[i] <= j <= last[i]`, cut to the keys that there are; none where first > last.
+
+    Args:
+        first, last: integers [1 or batch, q_len], positions of keys; or [1 or batch, branches, q_len]: a key counts as
+            often as branches see it. They get no gradient.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, first: Tensor, last: Tensor) -> None:
+        import torch
+
+        for name, x in (("first", first), ("last", last)):
+            _check_integers(name, x, (2, 3), "[1 or batch, (branches,) q_len]")
+        if first.shape != last.shape or first.device != last.device:
+            got = f"{list(first.shape)} on {first.device} and {list(last.shape)} on {last.device}"
+            raise InvalidInput(f"first and last must have one shape and device, got {got}")
+        both = torch.stack([x.long().clamp(-FAR, FAR).int() for x in (first, last)])
+        self._hold(both if both.ndim == 4 else both[:, :, None], first=first, last=last)
+
+    @classmethod
+    def spans(cls, ids: Tensor, is_causal: bool = True, left: int | None = None) -> Ranges:
+        """Tokens of one id, which stand together, see each other both ways; besides, each sees a window.
+
+        Args:
+            ids: integers [1 or batch, len]; -1: the token is in no span.
+            is_causal: the window is `Window(left, 0)`; else `Window(left, left)`.
+            left: tokens; None: an open side.
+
+        Raises:
+            InvalidInput: an argument is wrong, or tokens of one id do not stand together.
+        """
+        import torch
+
+        _check_integers("ids", ids, (2,), "[1 or batch, len]")
+        boolean("is_causal", is_causal)
+        left = None if left is None else integer("left", left, 0, "None or an integer")
+        at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        change = ids[:, 1:] != ids[:, :-1]
+        edge = torch.ones_like(ids[:, :1], dtype=torch.bool)
+        begins, ends = torch.cat([edge, change], 1), torch.cat([change, edge], 1)
+        _check_together(ids, begins)
+        first = torch.where(begins, at, 0).cummax(1).values
+        last = torch.where(ends, at, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+        alone = ids == -1
+        low = torch.zeros_like(at) if left is None else at - left
+        high = at if is_causal else torch.full_like(at, FAR) if left is None else at + left
+        found = cls(low.minimum(torch.where(alone, low, first)), high.maximum(torch.where(alone, high, last)))
+        found.given = (("ids", ids, _version(ids)),)
+        return found
+
+    def form(self, k_len: int | None, heads: int, kv_heads: int) -> RangesForm:
+        _, rows, branches, _ = self.data.shape
+        return RangesForm(branches, rows > 1, self._density(k_len))
+
+    def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
+        _, rows, branches, length = self.data.shape
+        if rows not in (1, batch) or length != q_len:
+            allowed = f"[1 or {batch}, (branches,) {q_len}]"
+            raise InvalidInput(f"first and last of Ranges must have shape {allowed}, got {[rows, branches, length]}")
+
+    def clipped(self, low: Tensor, high: Tensor) -> Ranges:
+        """The intervals cut to `low` to `high`, integers [1 or batch, q_len]."""
+        first, last = self.data
+        return Ranges(first.maximum(low[:, None]), last.minimum(high[:, None]))
+
+    def _seen_share(self, k_len: int) -> Tensor:
+        first, last = self.data.long()
+        keys = last.clamp(max=k_len - 1) - first.clamp(min=0) + 1
+        return keys.clamp(min=0).sum() / max(1, keys[:, 0].numel() * k_len)
+
+    def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
+        first, last = self.data[..., q_pos, None]
+        seen = ((first <= k_pos) & (k_pos <= last)).sum(1, keepdim=True)
+        return seen if len(seen) > 1 else seen[0]
+
+    def __repr__(self) -> str:
+        return f"Ranges(first, last: {list(self.data.shape[1:])} on {self.device})"
+
+
+def _check_together(ids: Tensor, begins: Tensor) -> None:
+    from attn_dispatch.spec.tracing import graphed
+
+    if graphed(ids):
+        return
+    for row, starts in zip(ids, begins):
+        runs = row[starts & (row != -1)]
+        if len(runs.unique()) < len(runs):
+            raise InvalidInput("ids must have the tokens of one id side by side in each row, got an id in two places")
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksForm(Form):
+    """The form of `Blocks`.
+
+    Args:
+        size: queries and keys of a block.
+        heads: "all" share a table, "kv_heads" have one each, or "heads".
+        is_list: key blocks are listed; else the table is of bools.
+    """
+
+    size: tuple[int, int]
+    heads: str
+    by_row: bool
+    is_list: bool
+    within: Pattern
+    density: int | None = None
+
+    def bound(self, data: Tensor) -> Blocks:
+        found = object.__new__(Blocks)
+        found.size, found.within = self.size, self.within
+        found._hold(data)
+        return found
+
+    def head_offsets(self, head: int, heads: int) -> Offsets:
+        return () if self.heads == "all" else (head,)
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"kind": type(self).__name__, **plain, "within": self.within.to_dict()}
+
+    def __str__(self) -> str:
+        kind = f"{'list' if self.is_list else 'table'} for {self.heads}{', by row' * self.by_row}"
+        within = "" if self.within == Dense() else f", within {self.within}"
+        return f"Blocks({self.size[0]} x {self.size[1]}, {kind}{within}{self._density()})"
+
+
+class Blocks(DataPattern):
+    """Queries see the keys of chosen blocks: `c[h, i, j] = c_within[i, j] * table[h, i // qb, j // kb]`.
+
+    Args:
+        table: bool [1 or batch, 1 or kv_heads or heads, ceil(q_len / qb), ceil(k_len / kb)]; or integers [.., q blocks,
+            most]: numbers of key blocks, -1 for none; an entry counts as often as it stands. It gets no gradient.
+        size: (qb, kb), queries and keys of a block, or one number for both. The last blocks may be shorter.
+        within: a pattern that is multiplied with it: `Dense` or `Window`, say. Blocks are counted from query 0 and key
+            0; `within` takes queries at the end of longer keys for the last tokens, as always.
+    """
+
+    __slots__ = ("size", "within")
+    size: tuple[int, int]
+    within: Pattern
+
+    def __init__(self, table: Tensor, size: int | tuple[int, int], within: Pattern | None = None) -> None:
+        import torch
+
+        pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
+        if len(pair) != 2:
+            raise InvalidInput(f"size must be an integer or (queries, keys), got {size!r}")
+        within = Dense() if within is None else within
+        if not isinstance(within, Pattern) or isinstance(within, DataPattern | Reordered):
+            raise InvalidInput(f"within must be a pattern without tensors, in natural order, got {within!r}")
+        if not (isinstance(table, torch.Tensor) and table.dtype == torch.bool and table.ndim == 4):
+            _check_integers("table", table, (4,), "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool")
+        self.size, self.within = (integer("size", pair[0], 1), integer("size", pair[1], 1)), within
+        # An alias: what is derived of it lives as long as this pattern.
+        self._hold(table.detach() if table.dtype == torch.bool else table.int(), table=table)
+
+    @property
+    def is_list(self) -> bool:
+        return self.data.element_size() > 1
+
+    def form(self, k_len: int | None, heads: int, kv_heads: int) -> BlocksForm:
+        rows, tables = self.data.shape[:2]
+        scope = "all" if tables == 1 else "kv_heads" if tables == kv_heads < heads else "heads"
+        return BlocksForm(self.size, scope, rows > 1, self.is_list, self.within, self._density(k_len))
+
+    def check(self, q_len: int, k_len: int) -> None:
+        super().check(q_len, k_len)
+        self.within.check(q_len, k_len)
+        (qb, kb), (rows, columns) = self.size, self.data.shape[2:]
+        q_blocks, k_blocks = -(-q_len // qb), -(-k_len // kb)
+        if rows != q_blocks or not (self.is_list or columns == k_blocks):
+            allowed = f"[.., {q_blocks}, {'most' if self.is_list else k_blocks}]"
+            lengths = f"for {q_len} queries and {k_len} keys in blocks of {qb} x {kb}"
+            raise InvalidInput(f"table of Blocks must have shape {allowed} {lengths}, got {list(self.data.shape)}")
+        if self.is_list:
+            derived(self.data, ("checked", k_blocks), lambda: _check_entries(self.data, k_blocks))
+
+    def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
+        rows, tables = self.data.shape[:2]
+        if rows not in (1, batch) or tables not in (1, kv_heads, heads):
+            counts = " or ".join(map(str, sorted({1, kv_heads, heads})))
+            raise InvalidInput(f"table of Blocks must have [1 or {batch}, {counts}] tables, got {[rows, tables]}")
+
+    def block_counts(self, k_len: int) -> Tensor:
+        """How often each block of queries sees each block of keys: int32 [rows, tables, q blocks, k blocks]."""
+        return derived(self.data, ("counts", k_len, self.size[1]), lambda: self._block_counts(-(-k_len // self.size[1])))
+
+    def _block_counts(self, k_blocks: int) -> Tensor:
+        import torch
+
+        if not self.is_list:
+            return self.data.int()
+        found = torch.zeros(*self.data.shape[:3], k_blocks + 1, dtype=torch.int32, device=self.device)
+        at = torch.where((self.data >= 0) & (self.data < k_blocks), self.data, k_blocks).long()
+        return found.scatter_add_(3, at, torch.ones_like(at, dtype=torch.int32))[..., :k_blocks]
+
+    def _seen_share(self, k_len: int) -> Tensor:
+        return (self.block_counts(k_len) > 0).float().mean()
+
+    def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
+        import torch
+
+        counts = self.block_counts(k_len)
+        tables = torch.tensor([head * counts.shape[1] // heads for head in h_pos], device=counts.device)
+        found = counts[:, tables[:, None, None], (q_pos // self.size[0])[:, None], k_pos // self.size[1]]
+        if self.within != Dense():
+            found = found * self.within.multiplicity(q_len, k_len, heads, h_pos=h_pos, q_pos=q_pos, k_pos=k_pos)
+        return found if len(found) > 1 else found[0]
+
+    def __repr__(self) -> str:
+        return f"Blocks(table: {list(self.data.shape)} on {self.device}, {self.size}, within={self.within})"
+
+
+def _check_integers(name: str, x: object, axes: tuple[int, ...], shape: str) -> None:
+    from torch import Tensor
+
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or not x.dtype.itemsize > 1 or x.ndim not in axes:
+        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
+        raise InvalidInput(f"{name} must be an integer tensor {shape}, got {got}")
+
+
+def _check_entries(table: Tensor, k_blocks: int) -> None:
+    from attn_dispatch.spec.tracing import graphed
+
+    if table.device.type != "cpu" or graphed(table) or not table.numel():
+        return
+    low, high = int(table.min()), int(table.max())
+    if low < -1 or high >= k_blocks:
+        raise InvalidInput(f"table of Blocks must have entries in -1..{k_blocks - 1}, got {low} to {high}")
+
+
+# --- what is derived of the tensors -----------------------------------------------------------------------------------
+
+_lock = Lock()
+_kept: Any = None  # made at the first use: WeakTensorKeyDictionary needs torch
+
+
+def derived(data: Tensor, key: Hashable, make: Callable[[], T]) -> T:
+    """What `make` returns for a pattern's tensors: kept as long as they are. Threads may make it at once: one is kept."""
+    global _kept
+    key = key, _version(data)  # changed in place: made again
+    with _lock:
+        if _kept is None:
+            from torch.utils.weak import WeakTensorKeyDictionary
+
+            _kept = WeakTensorKeyDictionary()
+        found = _kept.setdefault(data, {})
+        if key in found:
+            return found[key]  # type: ignore[no-any-return]
+    made = make()  # without the lock: it may wait for a thread that derives too
+    with _lock:
+        return found.setdefault(key, made)  # type: ignore[no-any-return]
