@@ -49,9 +49,6 @@ class Form(Pattern):
     def seen(self, queries: Tensor, q_len: int, k_len: int, offsets: Offsets) -> Tensor:
         return queries.new_ones(k_len) > 0  # which ones the data say: see `hidden.Hidden`
 
-    def lengthened(self, length: int, longer: int) -> None:
-        return None
-
     def _density(self) -> str:
         return "" if self.density is None else f", density={2 ** (self.density / 2):.2g}"
 

@@ -96,6 +96,7 @@ def _dq_of(oracle: Oracle, q: Tensor, keys: Tensor, values: Tensor, counts: Tens
 def problem_of_documents(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of packed rows with which `run_documents` is called for one like this; None where it is not."""
     common = problem.pattern.lengthened(1, 2) is not None and problem.q_len == problem.k_len
+    common = common and not isinstance(problem.pattern, Form)  # documents cut the intervals of these
     if backend.run_documents is None or not common or problem.bias or problem.dropout_p:
         return None
     rows = replace(problem, has_seq_lens=False, is_document=True)
