@@ -20,6 +20,7 @@ from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, adapted, asks_specialized, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import CONTIGUOUS, Problem
