@@ -132,8 +132,9 @@ def _run(
         pattern = problem.pattern.bound(tensors["pattern_data"])
         assert isinstance(pattern, DataPattern)
         native = data_tables.passes_of(pattern, problem, seen, lengths, wide, slopes)
-    # Its masks keep the kernel from reading keys; a bias does not.
-    call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)
+    # Masks and tables keep the kernel from reading keys. A bias does not, nor what blocks are within.
+    cut = getattr(problem.pattern, "within", Dense()) != Dense()
+    call = Hidden.of(problem, tensors, pattern=cut, masked_keys=False).around(native) if cut or bias is not None else native
     if problem.needs_grad:
         return differentiable(q, k, v, call, (bias, seen, lengths, slopes, tensors.get("pattern_data")))
     plain = isinstance(call, NativePasses) and not problem.return_lse
