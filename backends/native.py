@@ -132,8 +132,11 @@ def _run(
         pattern = problem.pattern.bound(tensors["pattern_data"])
         assert isinstance(pattern, DataPattern)
         native = data_tables.passes_of(pattern, problem, seen, lengths, wide, slopes)
-    # Its masks keep the kernel from reading keys; a bias does not.
-    call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)
+    # Masks and tables keep the kernel from reading keys. A bias does not; nor what blocks are within, nor padding, which
+    # leave some of a tile's queries, where the keys that they do not see are read.
+    cut = isinstance(problem.pattern, Form) and (problem.has_seq_lens or getattr(problem.pattern, "within", Dense()) != Dense())
+    hidden = Hidden.of(problem, tensors, pattern=cut, masked_keys=False) if cut or bias is not None else None
+    call = native if hidden is None else hidden.around(native)
     if problem.needs_grad:
         return differentiable(q, k, v, call, (bias, seen, lengths, slopes, tensors.get("pattern_data")))
     plain = isinstance(call, NativePasses) and not problem.return_lse

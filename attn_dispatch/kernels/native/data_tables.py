@@ -33,7 +33,7 @@ Runs = tuple[Tensor, ...]
 def data_tables(pattern: DataPattern, problem: Problem, row: int) -> NativeTables:
     """The tables of a row of the batch: made once, and kept as long as the pattern's tensors."""
     sizes = problem.q_len, problem.k_len, problem.heads
-    return derived(pattern.data, ("native", row, *sizes), lambda: make_plain(_tables, pattern, row, *sizes))
+    return derived(pattern.data, ("native", problem.pattern, row, *sizes), lambda: make_plain(_tables, pattern, row, *sizes))
 
 
 def _tables(pattern: DataPattern, row: int, q_len: int, k_len: int, heads: int) -> NativeTables:
