@@ -72,6 +72,11 @@ class DataPattern(Pattern):
         self.data, self._densities = data, dict[int, int]()
         self.given = tuple((name, x, _version(x)) for name, x in given.items())
 
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        for name, value in state[1].items():
+            setattr(self, name, value)
+        self.given = tuple((name, x, _version(x)) for name, x, _ in self.given)  # a copy's tensors count anew
+
     @property
     def device(self) -> device:
         return self.data.device
@@ -288,7 +293,7 @@ class Blocks(DataPattern):
             _check_integers("table", table, (4,), "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool")
         self.size, self.within = (integer("size", pair[0], 1), integer("size", pair[1], 1)), within
         # An alias: what is derived of it lives as long as this pattern.
-        self._hold(table.detach() if table.dtype == torch.bool else table.int(), table=table)
+        self._hold((table if table.dtype == torch.bool else table.int()).detach(), table=table)
 
     @property
     def is_list(self) -> bool:
