@@ -165,7 +165,7 @@ def test_random_patterns(ranks: Ranks, seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["ranges-by-row", "blocks-shared", "blocks-by-head"])
+@pytest.mark.parametrize("name", ["blocks-shared", "blocks-by-row", "blocks-by-head"])
 def test_what_no_query_sees_reaches_nothing(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     pattern, tokens, heads, kv_heads = PATTERNS[name]
     example = oracle_of(pattern, tokens, heads, kv_heads, dtype).example
@@ -174,7 +174,7 @@ def test_what_no_query_sees_reaches_nothing(ranks: Ranks, name: str, dtype: torc
     assert unseen.any()
     k, v = (x.detach().masked_fill(unseen, math.nan).requires_grad_() for x in (example.k, example.v))
     oracle = Oracle.of(replace(example, k=k, v=v))
-    found = run(ranks, oracle, pattern, Layout(deal(tokens, 2), ZIGZAG), GATHER)
+    found = run(ranks, oracle, pattern, Layout(deal(tokens, 2), ZIGZAG), RING)
     assert oracle.check(found).failures == ()
 
 
@@ -270,7 +270,7 @@ def test_ranks_with_different_tensors(ranks: Ranks) -> None:
 def test_no_rank_can_run(
     ranks: Ranks, pattern: Data, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    for error in ranks.outcomes(with_pattern, [(pattern, options)] * 3):
+    for error in ranks.outcomes(with_pattern, [(pattern, options)] * 2):
         assert type(error) is kind
         assert message in str(error)
 
