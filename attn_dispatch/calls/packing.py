@@ -95,11 +95,13 @@ def of_data(call: Call) -> Rewritten | None:
     keys. Raises InvalidInput: it cannot be given with the others.
     """
     pattern = call.pattern
-    if not isinstance(pattern, DataPattern) or not (call.packs or call.key_lens is not None or call.mesh is not None):
+    if not isinstance(pattern, DataPattern) or not (call.packs or call.key_lens is not None):
         return None
     kind = type(pattern).__name__
     if call.mesh is not None:
-        raise NoBackend(f"{kind} over a mesh: attend() takes patterns that hold tensors on one device")
+        if call.packs:
+            raise NoBackend(f"documents and cu_seqlens with {kind} over a mesh: let it end at their borders")
+        return None
     if call.key_lens is not None:
         return _masked_after(call, pattern)
     check_alone(call)

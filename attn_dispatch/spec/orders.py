@@ -64,7 +64,7 @@ def serves(order: str, pattern: Pattern) -> bool:
 
 def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     """The position at each place, int64 [length] on the CPU; None for natural order. Do not write to it."""
-    found = _permutation(order, pattern, length)
+    found = None if order == NATURAL else _permutation(order, pattern, length)
     if found is None:
         return None
     import torch

@@ -38,14 +38,22 @@ def data_tables(pattern: DataPattern, problem: Problem, row: int) -> NativeTable
 
 def _tables(pattern: DataPattern, row: int, q_len: int, k_len: int, heads: int) -> NativeTables:
     if isinstance(pattern, Ranges):
-        tables, (runs, listed) = 1, _of_ranges(pattern.data[:, row], k_len)
-    else:
-        assert isinstance(pattern, Blocks)
-        bands = pattern.within.bands(q_len, k_len, ())
-        assert bands is not None  # see `refused_within`
-        counts = pattern.block_counts(k_len)[row]
-        tables, runs, listed = len(counts), _of_blocks(counts, pattern.size, q_len, k_len, bands), None
-    return _joined(runs, listed, tables, q_len, heads)
+        return interval_tables([pattern.data[:, row]], k_len, heads)
+    assert isinstance(pattern, Blocks)
+    bands = pattern.within.bands(q_len, k_len, ())
+    assert bands is not None  # see `refused_within`
+    counts = pattern.block_counts(k_len)[row]
+    return _joined(_of_blocks(counts, pattern.size, q_len, k_len, bands), None, len(counts), q_len, heads)
+
+
+def interval_tables(intervals: Sequence[Tensor], k_len: int, heads: int) -> NativeTables:
+    """The tables of intervals of keys [2, intervals, q_len]: one for all heads, or of equal runs of heads, or of each."""
+    q_len, parts = intervals[0].shape[2], list[tuple[Runs, Runs]]()
+    for number, each in enumerate(intervals):
+        before = number * -(-q_len // TILE)
+        parts.append(tuple((tile + before, *rest) for tile, *rest in _of_ranges(each, k_len)))  # type: ignore[arg-type]
+    runs, listed = (tuple(map(torch.cat, zip(*some))) for some in zip(*parts))
+    return _joined(runs, listed, len(intervals), q_len, heads)
 
 
 def passes_of(
@@ -67,15 +75,15 @@ def passes_of(
         masks = (None if x is None else x[own] for x in (seen, seq_lens))
         terms = (bias if bias is None or len(bias) == 1 else bias[own]), (slopes if slopes is None or slopes.ndim == 1 else slopes[own])
         found.append(NativePasses(inner, data_tables(pattern, problem, row), *masks, *terms))
-    return _ByRow(tuple(found), problem.bias[:1] == (1,))
+    return ByRow(tuple(found), problem.bias[:1] == (1,))
 
 
 @dataclass(frozen=True, slots=True)
-class _ByRow:
+class ByRow:
     """The passes of each row of the batch; `shared`: whether they share a bias."""
 
-    rows: tuple[NativePasses, ...]
-    shared: bool
+    rows: tuple[Passes, ...]
+    shared: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         found = [row.forward(*each) for row, *each in zip(self.rows, *(x.split(1) for x in (q, k, v)))]
