@@ -248,7 +248,8 @@ class BlocksForm(Form):
         return found
 
     def head_offsets(self, head: int, heads: int) -> Offsets:
-        return () if self.heads == "all" else (head,)
+        own = () if self.heads == "all" else (head,)
+        return (*own, *self.within.head_offsets(head, heads))
 
     def to_dict(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -287,8 +288,8 @@ class Blocks(DataPattern):
         if not (isinstance(table, torch.Tensor) and table.dtype == torch.bool and table.ndim == 4):
             _check_integers("table", table, (4,), "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool")
         self.size, self.within = (integer("size", pair[0], 1), integer("size", pair[1], 1)), within
-        # An alias: what is derived of it lives as long as this pattern.
-        self._hold(table.detach() if table.dtype == torch.bool else table.int(), table=table)
+        # An alias: what is derived of it is this pattern's, and lives as long.
+        self._hold((table if table.dtype == torch.bool else table.int()).detach(), table=table)
 
     @property
     def is_list(self) -> bool:
