@@ -248,7 +248,7 @@ class BlocksForm(Form):
         return found
 
     def head_offsets(self, head: int, heads: int) -> Offsets:
-        return () if self.heads == "all" else (head,)
+        return (*self.within.head_offsets(head, heads), *(() if self.heads == "all" else (head,)))
 
     def to_dict(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -288,7 +288,7 @@ class Blocks(DataPattern):
             _check_integers("table", table, (4,), "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool")
         self.size, self.within = (integer("size", pair[0], 1), integer("size", pair[1], 1)), within
         # An alias: what is derived of it lives as long as this pattern.
-        self._hold(table.detach() if table.dtype == torch.bool else table.int(), table=table)
+        self._hold((table if table.dtype == torch.bool else table.int()).detach(), table=table)
 
     @property
     def is_list(self) -> bool:
