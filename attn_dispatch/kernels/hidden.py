@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
-from attn_dispatch.kernels.device_cache import DeviceCache
+from attn_dispatch.kernels.device_cache import DeviceCache, made_on
 from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.kernels.numerics import multiplicity_of
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.data import derived
 from attn_dispatch.spec.orders import permutation, token_order_of
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
@@ -69,7 +70,8 @@ class Hidden(NamedTuple):
         """q, k and v with hidden tokens, and their gradients, set to zero; unchanged tensors are not copied."""
         keys = self.keys
         if self.biased is not None and not (_known_finite(k) and _known_finite(v)):
-            keys = _either(keys, keys_hidden_together(*self.biased))
+            found = _hidden_together(*self.biased)
+            keys = keys if found is None else _either(keys, found)
         return _zeroed(q, self.queries), _zeroed(k, keys), _zeroed(v, keys)
 
     def of_queries(self, x: Tensor | None) -> Tensor | None:
@@ -108,6 +110,21 @@ def _known_finite(x: Tensor) -> bool:
     return asked and bool(x.detach().sum(dtype=torch.float64).isfinite())
 
 
+def _hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """`keys_hidden_together` that `Hidden.keys` may lack; by a pattern's tensors alone they are found once."""
+    data = tensors.get("pattern_data")
+    if data is None or problem.bias or problem.has_seq_lens or tracing.graphed(data) or tracing.is_transformed():
+        return keys_hidden_together(problem, tensors)
+    alone = replace(problem, has_key_mask=False)
+    key = "hidden", problem.q_len, problem.k_len, problem.heads, problem.kv_heads
+    return derived(data, key, lambda: made_on(problem.device, _found_hidden, alone, {"pattern_data": data}))
+
+
+def _found_hidden(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    found = keys_hidden_together(problem, tensors)
+    return found if bool(found.any()) else None
+
+
 def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor:
     """Keys that no query of the heads which share them sees, by pattern, masks and bias together: bool [1 or batch,
     k_len, kv_heads or 1, 1].
@@ -119,7 +136,8 @@ def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Ten
         queries = torch.arange(start, min(start + step, problem.q_len), device=problem.device)
         counts = multiplicity_of(problem, range(problem.heads), queries, tensors)
         assert counts is not None  # there is a bias
-        some = (counts > 0).any(2)  # [1 or batch, 1 or heads, keys]
+        some = (counts > 0).any(-2)  # [(1 or batch,) 1 or heads, keys]
+        some = some if some.ndim == 3 else some[None]
         seen = some if seen is None else seen | some
     assert seen is not None
     seen = seen if seen.shape[1] == 1 else torch.unflatten(seen, 1, (-1, group)).any(2)
