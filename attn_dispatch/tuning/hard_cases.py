@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.kernels.hidden import Hidden, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec.data import Form
+from attn_dispatch.spec.data import BlocksForm, Form
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -98,7 +98,7 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
     k_len = k_len or q_len
     pattern = fitted(problem.pattern, k_len if _places_queries(problem.pattern) else q_len)
-    if (grid := getattr(pattern.natural, "grid", None)) is not None:
+    if (grid := getattr(_within(pattern), "grid", None)) is not None:
         q_len, k_len = (math.prod(grid) if q_len == k_len else q_len), math.prod(grid)
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
@@ -111,7 +111,12 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
 
 def _places_queries(pattern: Pattern) -> bool:
     """Whether queries lie at the end of longer keys, in the pattern's segments or grid."""
-    return isinstance(pattern.natural, Dilated | Neighborhood)
+    return isinstance(_within(pattern), Dilated | Neighborhood)
+
+
+def _within(pattern: Pattern) -> Pattern:
+    """The pattern that fixes lengths and heads: of one that holds a table, that within it."""
+    return getattr(pattern, "within", pattern.natural)
 
 
 def _few_heads(problem: Problem) -> tuple[int, int]:
@@ -119,7 +124,7 @@ def _few_heads(problem: Problem) -> tuple[int, int]:
     group = problem.heads // problem.kv_heads
     group = min(next((n for n in range(2, group + 1) if group % n == 0), 1), MAX_GROUP)
     least = 2
-    pattern = problem.pattern.natural
+    pattern = _within(problem.pattern)
     if isinstance(pattern, Dilated) and pattern.heads == "split":
         least = min(len(pattern.branches), MAX_BRANCHES)
     kv_heads = min(problem.kv_heads, max(2, -(-least // group)))
@@ -135,6 +140,8 @@ def fitted(pattern: Pattern, length: int) -> Pattern:
         return replace(pattern, segment_lengths=_segments(pattern, length))
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern, length)
+    if isinstance(pattern, BlocksForm):
+        pattern = replace(pattern, within=fitted(pattern.within, length))
     if isinstance(pattern, Form):  # problems of all densities share the cases
         return replace(pattern, density=DENSITY)
     return replace(pattern, pattern=fitted(pattern.pattern, length)) if isinstance(pattern, Reordered) else pattern
