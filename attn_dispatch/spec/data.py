@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -248,7 +248,11 @@ class BlocksForm(Form):
         return found
 
     def head_offsets(self, head: int, heads: int) -> Offsets:
-        return () if self.heads == "all" else (head,)
+        own = () if self.heads == "all" else (head,)
+        return own + self.within.head_offsets(head, heads)
+
+    def of_heads(self, first_head: int, all_heads: int) -> Pattern:
+        return replace(self, within=self.within.of_heads(first_head, all_heads))
 
     def to_dict(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
