@@ -76,7 +76,7 @@ class DataPattern(Pattern):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its own tensors alone: copies of the caller's have other version counters.
-        return self.form(None, 1, 1).bound, (self.data,)
+        return _bound, (self.form(None, 1, 1), self.data)
 
     @property
     def device(self) -> device:
@@ -116,6 +116,10 @@ def _readable(x: Tensor) -> bool:
     from attn_dispatch.spec import tracing
 
     return not (x.is_meta or tracing.graphed(x) or tracing.functorch.is_functorch_wrapped_tensor(x))
+
+
+def _bound(form: Form, data: Tensor) -> DataPattern:
+    return form.bound(data)
 
 
 def _int32(x: Tensor) -> Tensor:
@@ -374,7 +378,7 @@ class Blocks(DataPattern):
 
         if not self.is_list:
             return self.data.int()
-        found = torch.zeros(*self.data.shape[:3], k_blocks + 1, dtype=torch.int32, device=self.device)
+        found = self.data.new_zeros(*self.data.shape[:3], k_blocks + 1)
         at = torch.where((self.data >= 0) & (self.data < k_blocks), self.data, k_blocks).long()
         return found.scatter_add_(3, at, torch.ones_like(at, dtype=torch.int32))[..., :k_blocks]
 
