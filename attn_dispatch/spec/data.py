@@ -66,13 +66,20 @@ class DataPattern(Pattern):
 
     __slots__ = ("_densities", "data", "given")
     holds_data = True
+    _densities: dict[int, int]
     data: Tensor
     given: tuple[tuple[str, Tensor, int | None], ...]
     __hash__ = None  # type: ignore[assignment]
 
     def _hold(self, data: Tensor, **given: Tensor) -> None:
-        self.data, self._densities = data, dict[int, int]()
-        self.given = tuple((name, x, _version(x)) for name, x in given.items())
+        self.data, self._densities = data, {}
+        self._note(**given)
+
+    def _note(self, **given: Tensor) -> None:
+        import torch
+
+        traced = torch.compiler.is_compiling()  # which knows no versions
+        self.given = () if traced else tuple((name, x, _version(x)) for name, x in given.items())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its own tensors alone: copies of the caller's have other version counters.
@@ -135,7 +142,7 @@ def _usable(x: Tensor) -> Tensor:
     """A tensor that autograd can save: those of inference mode are copied."""
     import torch
 
-    if not x.is_inference():
+    if torch.compiler.is_compiling() or not x.is_inference():
         return x
     with torch.inference_mode(False):
         return x.clone()
@@ -217,7 +224,7 @@ class Ranges(DataPattern):
         low = torch.zeros_like(at) if left is None else at - left
         high = at if is_causal else torch.full_like(at, FAR) if left is None else at + left
         found = cls(low.minimum(torch.where(alone, low, first)), high.maximum(torch.where(alone, high, last)))
-        found.given = (("ids", ids, _version(ids)),)
+        found._note(ids=ids)
         return found
 
     def form(self, k_len: int | None, heads: int, kv_heads: int) -> RangesForm:
