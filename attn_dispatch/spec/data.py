@@ -20,7 +20,7 @@ from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.reach import Offsets
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    from torch import Tensor, device, dtype
 
 T = TypeVar("T")
 FAR = 2**30  #: positions are cut to +-FAR, so that they fit an int32
@@ -338,10 +338,11 @@ class Blocks(DataPattern):
 
         within = Dense() if within is None else within
         _check_within(within)
-        if not (isinstance(table, torch.Tensor) and table.dtype == torch.bool and table.ndim == 4):
-            _check_integers("table", table, (4,), "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool")
-        self.size, self.within = _check_size(tuple(size) if isinstance(size, list | tuple) else (size, size)), within
-        # No tensor of the caller's: what is derived of it lives as long as this pattern, and is of its size and `within`.
+        shape = "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool"
+        _check_integers("table", table, (4,), shape, torch.bool)
+        self.size = _check_size(tuple(size) if isinstance(size, list | tuple) else (size, size))
+        self.within = within
+        # No tensor of the caller's: what is derived of it lives as long as this pattern, and is of its size.
         self._hold(_usable(table.detach() if table.dtype == torch.bool else _int32(table)), table=table)
 
     @property
@@ -406,12 +407,13 @@ class Blocks(DataPattern):
         return f"Blocks(table: {list(self.data.shape)} on {self.device}, {self.size}, within={self.within})"
 
 
-def _check_integers(name: str, x: object, axes: tuple[int, ...], shape: str) -> None:
+def _check_integers(name: str, x: object, axes: tuple[int, ...], shape: str, *more: dtype) -> None:
     import torch
 
-    kinds = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
-    if not isinstance(x, torch.Tensor) or x.dtype not in kinds or x.ndim not in axes:
-        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
+    kinds = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, *more
+    dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+    if not dense or x.dtype not in kinds or x.ndim not in axes:
+        got = f"{list(x.shape)} of {x.dtype}" if dense else type(x).__name__
         raise InvalidInput(f"{name} must be an integer tensor {shape}, got {got}")
 
 
@@ -446,7 +448,7 @@ _kept: Any = None  # made at the first use: WeakTensorKeyDictionary needs torch
 
 
 def derived(data: Tensor, key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returns for a pattern's tensors: kept as long as they are. Threads may make it at once: one is kept."""
+    """What `make` returns for a pattern's tensors, kept as long as they are; of threads that make it at once, one's."""
     global _kept
     key = key, _version(data)  # changed in place: made again
     with _lock:

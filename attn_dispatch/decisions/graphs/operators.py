@@ -235,7 +235,9 @@ def _batching_rule(operator: Any, first: int) -> Callable[..., Any]:
 
         given = Encoded.first_of(args[first:])
         if given.pattern_data is not None:
-            raise NoBackend("a pattern that holds tensors cannot be mapped by torch.vmap: give the examples as one batch")
+            raise NoBackend(
+                "a pattern that holds tensors cannot be mapped by torch.vmap: give the examples as one batch"
+            )
         if given.cu_seqlens is not None:
             raise NoBackend("cu_seqlens cannot be mapped by torch.vmap: give documents=")
         before = list(map(unfolded, args[:first], dims))

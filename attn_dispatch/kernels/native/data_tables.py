@@ -33,7 +33,9 @@ Runs = tuple[Tensor, ...]
 def data_tables(pattern: DataPattern, problem: Problem, row: int) -> NativeTables:
     """The tables of a row of the batch: made once, and kept as long as the pattern's tensors."""
     sizes = problem.q_len, problem.k_len, problem.heads
-    return derived(pattern.data, ("native", problem.pattern, row, *sizes), lambda: make_plain(_tables, pattern, row, *sizes))
+    return derived(
+        pattern.data, ("native", problem.pattern, row, *sizes), lambda: make_plain(_tables, pattern, row, *sizes)
+    )
 
 
 def _tables(pattern: DataPattern, row: int, q_len: int, k_len: int, heads: int) -> NativeTables:
@@ -65,7 +67,10 @@ def passes_of(
     for row in range(rows):
         own = slice(row, row + 1)
         masks = (None if x is None else x[own] for x in (seen, seq_lens))
-        terms = (bias if bias is None or len(bias) == 1 else bias[own]), (slopes if slopes is None or slopes.ndim == 1 else slopes[own])
+        terms = (
+            (bias if bias is None or len(bias) == 1 else bias[own]),
+            (slopes if slopes is None or slopes.ndim == 1 else slopes[own]),
+        )
         found.append(NativePasses(inner, data_tables(pattern, problem, row), *masks, *terms))
     return _ByRow(tuple(found), problem.bias[:1] == (1,))
 
