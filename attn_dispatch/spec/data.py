@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import boolean, choice, integer
-from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.reach import Offsets
 
@@ -424,7 +423,7 @@ def _check_size(size: tuple[object, ...]) -> tuple[int, int]:
 
 
 def _check_within(within: object) -> None:
-    if not isinstance(within, Pattern) or within.holds_data or isinstance(within, Reordered):
+    if not isinstance(within, Pattern) or within.holds_data or within.natural is not within:
         raise InvalidInput(f"within must be a pattern without tensors, in natural order, got {within!r}")
 
 
