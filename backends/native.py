@@ -85,7 +85,9 @@ def workspace_bytes(problem: Problem) -> int:
     if isinstance(problem.pattern, Form):
         total = passes.scratch_bytes(problem) + data_tables.table_bytes(problem)
     else:
-        total = passes.scratch_bytes(problem) + max(tables.native_table_bytes(problem, each) for each in orders(problem))
+        total = passes.scratch_bytes(problem) + max(
+            tables.native_table_bytes(problem, each) for each in orders(problem)
+        )
     q, k = problem.batch * problem.heads * problem.q_len, problem.batch * problem.kv_heads * problem.k_len
     total += 4 * q * (3 if grads else 1) + problem.batch * (problem.k_len * problem.has_key_mask + 8)
     # Rows with a last stride over 1 are copied; so may be out's gradient.
@@ -137,9 +139,11 @@ def _run(
         native = NativePasses(problem, parts[0], seen, lengths, wide, slopes, parts[1:])
     else:
         native = data_tables.passes_of(problem, tensors["pattern_data"], seen, lengths, wide, slopes)
-    # Masks and tables keep the kernel from reading keys. A bias does not; nor what blocks are within, nor padding, which
-    # leave some of a tile's queries, where the keys that they do not see are read.
-    cut = isinstance(problem.pattern, Form) and (problem.has_seq_lens or getattr(problem.pattern, "within", Dense()) != Dense())
+    # Masks and tables keep the kernel from reading keys. A bias does not; nor what blocks are within, nor padding: they
+    # leave some of a tile's queries, and the keys that these do not see are read.
+    cut = isinstance(problem.pattern, Form) and (
+        problem.has_seq_lens or getattr(problem.pattern, "within", Dense()) != Dense()
+    )
     hidden = Hidden.of(problem, tensors, pattern=cut, masked_keys=False) if cut or bias is not None else None
     call = native if hidden is None else hidden.around(native)
     if problem.needs_grad:

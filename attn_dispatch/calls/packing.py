@@ -129,7 +129,9 @@ def _masked_after(call: Call, pattern: DataPattern) -> Rewritten:
     if lengths.device.type == "cpu":
         _check_range(read_on_host("key_lens", lengths).tolist(), keys)
     there = torch.arange(keys, device=call.q.device) < lengths.to(call.q.device)[:, None]
-    return Rewritten([call._replace(key_lens=None, key_mask=there if call.key_mask is None else call.key_mask & there)], only)
+    return Rewritten(
+        [call._replace(key_lens=None, key_mask=there if call.key_mask is None else call.key_mask & there)], only
+    )
 
 
 def _lengths_of_keys(call: Call) -> Tensor:

@@ -76,8 +76,8 @@ class Backend:
       of its first keys, from none to all. Without it, the host reads them, and rows of one length are a call.
     * `score_terms: Collection[str]`: those of `SCORE_TERMS` that it computes; by default none. Problems with others are
       refused for it.
-    * `takes_data: bool`: it is asked about patterns that hold tensors, which `run` gets as `pattern_data`. Problems have
-      their forms (`spec.data`); others refuse them.
+    * `takes_data: bool`: it is asked about patterns that hold tensors, which `run` gets as `pattern_data`. Problems
+      have their forms (`spec.data`); others refuse them.
     * `specialized(problem, q, k, v, heads_first=False) -> Callable | None`: a function of q, k, v and problem that does
       what `run` does, with the same bits, for calls without other tensors and gradients whose q, k and v have these
       shapes, strides and dtypes; what depends on those alone is done once. With `heads_first`, q, k, v and out are
@@ -125,8 +125,8 @@ class Backend:
         Args:
             q: [batch, q_len, heads, head_dim]; any strides. k, v: [batch, k_len, kv_heads, head_dim].
             problem: the checked call without its data.
-            tensors: `seq_lens`, `key_mask`, `bias`, `alibi_slopes`, `pattern_data`, where the problem has them; `order=`, where it is
-                not the natural one.
+            tensors: `seq_lens`, `key_mask`, `bias`, `alibi_slopes`, `pattern_data`, where the problem has them; `order=`,
+                where it is not the natural one.
 
         Returns:
             out as q, or (out, lse) with lse [batch, heads, q_len] in float32 (float64 for float64 inputs). lse is

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import boolean, choice, integer
-from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.reach import Offsets
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    from torch import Tensor, device, dtype
 
 T = TypeVar("T")
 FAR = 2**30  #: positions are cut to +-FAR, so that they fit an int32
@@ -63,17 +62,24 @@ class DataPattern(Pattern):
 
     __slots__ = ("_densities", "data", "given")
     holds_data = True
+    _densities: dict[int, int]
     data: Tensor
     given: tuple[tuple[str, Tensor, int | None], ...]
     __hash__ = None  # type: ignore[assignment]
 
     def _hold(self, data: Tensor, **given: Tensor) -> None:
-        self.data, self._densities = data, dict[int, int]()
-        self.given = tuple((name, x, _version(x)) for name, x in given.items())
+        self.data, self._densities = data, {}
+        self._note(**given)
+
+    def _note(self, **given: Tensor) -> None:
+        import torch
+
+        traced = torch.compiler.is_compiling()  # which knows no versions
+        self.given = () if traced else tuple((name, x, _version(x)) for name, x in given.items())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Its own tensors alone: copies of the caller's have other version counters.
-        return self.form(None, 1, 1).bound, (self.data,)
+        return _bound, (self.form(None, 1, 1), self.data)
 
     @property
     def device(self) -> device:
@@ -115,6 +121,10 @@ def _readable(x: Tensor) -> bool:
     return not (x.is_meta or tracing.graphed(x) or tracing.functorch.is_functorch_wrapped_tensor(x))
 
 
+def _bound(form: Form, data: Tensor) -> DataPattern:
+    return form.bound(data)
+
+
 def _int32(x: Tensor) -> Tensor:
     """A copy that is cut to +-FAR."""
     return x.long().clamp(-FAR, FAR).int()
@@ -128,7 +138,7 @@ def _usable(x: Tensor) -> Tensor:
     """A tensor that autograd can save: those of inference mode are copied."""
     import torch
 
-    if not x.is_inference():
+    if torch.compiler.is_compiling() or not x.is_inference():
         return x
     with torch.inference_mode(False):
         return x.clone()
@@ -210,7 +220,7 @@ class Ranges(DataPattern):
         low = torch.zeros_like(at) if left is None else at - left
         high = at if is_causal else torch.full_like(at, FAR) if left is None else at + left
         found = cls(low.minimum(torch.where(alone, low, first)), high.maximum(torch.where(alone, high, last)))
-        found.given = (("ids", ids, _version(ids)),)
+        found._note(ids=ids)
         return found
 
     def form(self, k_len: int | None, heads: int, kv_heads: int) -> RangesForm:
@@ -324,10 +334,11 @@ class Blocks(DataPattern):
 
         within = Dense() if within is None else within
         _check_within(within)
-        if not (isinstance(table, torch.Tensor) and table.dtype == torch.bool and table.ndim == 4):
-            _check_integers("table", table, (4,), "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool")
-        self.size, self.within = _check_size(tuple(size) if isinstance(size, list | tuple) else (size, size)), within
-        # No tensor of the caller's: what is derived of it lives as long as this pattern, and is of its size and `within`.
+        shape = "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool"
+        _check_integers("table", table, (4,), shape, torch.bool)
+        self.size = _check_size(tuple(size) if isinstance(size, list | tuple) else (size, size))
+        self.within = within
+        # No tensor of the caller's: what is derived of it lives as long as this pattern, and is of its size.
         self._hold(_usable(table.detach() if table.dtype == torch.bool else _int32(table)), table=table)
 
     @property
@@ -371,7 +382,7 @@ class Blocks(DataPattern):
 
         if not self.is_list:
             return self.data.int()
-        found = torch.zeros(*self.data.shape[:3], k_blocks + 1, dtype=torch.int32, device=self.device)
+        found = self.data.new_zeros(*self.data.shape[:3], k_blocks + 1)
         at = torch.where((self.data >= 0) & (self.data < k_blocks), self.data, k_blocks).long()
         return found.scatter_add_(3, at, torch.ones_like(at, dtype=torch.int32))[..., :k_blocks]
 
@@ -392,12 +403,13 @@ class Blocks(DataPattern):
         return f"Blocks(table: {list(self.data.shape)} on {self.device}, {self.size}, within={self.within})"
 
 
-def _check_integers(name: str, x: object, axes: tuple[int, ...], shape: str) -> None:
+def _check_integers(name: str, x: object, axes: tuple[int, ...], shape: str, *more: dtype) -> None:
     import torch
 
-    kinds = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
-    if not isinstance(x, torch.Tensor) or x.dtype not in kinds or x.ndim not in axes:
-        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
+    kinds = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, *more
+    dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+    if not dense or x.dtype not in kinds or x.ndim not in axes:
+        got = f"{list(x.shape)} of {x.dtype}" if dense else type(x).__name__
         raise InvalidInput(f"{name} must be an integer tensor {shape}, got {got}")
 
 
@@ -408,7 +420,7 @@ def _check_size(size: tuple[object, ...]) -> tuple[int, int]:
 
 
 def _check_within(within: object) -> None:
-    if not isinstance(within, Pattern) or within.holds_data or isinstance(within, Reordered):
+    if not isinstance(within, Pattern) or within.holds_data or within.natural is not within:
         raise InvalidInput(f"within must be a pattern without tensors, in natural order, got {within!r}")
 
 
@@ -432,7 +444,7 @@ _kept: Any = None  # made at the first use: WeakTensorKeyDictionary needs torch
 
 
 def derived(data: Tensor, key: Hashable, make: Callable[[], T]) -> T:
-    """What `make` returns for a pattern's tensors: kept as long as they are. Threads may make it at once: one is kept."""
+    """What `make` returns for a pattern's tensors, kept as long as they are; of threads that make it at once, one's."""
     global _kept
     key = key, _version(data)  # changed in place: made again
     with _lock:

@@ -134,7 +134,9 @@ DATA_CASES = (
     Case("ranges", RangesForm(1, by_row=False, density=-2), (2, 77, 4, 16), kv_heads=2),
     Case("ranges-by-row", RangesForm(2, by_row=True, density=-4), (3, 61, 4, 16), kv_heads=2, key_mask=True),
     Case("ranges-few-queries", RangesForm(1, by_row=True), (2, 5, 4, 16), k_len=90, kv_heads=1),
-    Case("blocks", BlocksForm((16, 16), "heads", False, False, Dense(), -2), (2, 101, 4, 16), kv_heads=2, seq_lens=True),
+    Case(
+        "blocks", BlocksForm((16, 16), "heads", False, False, Dense(), -2), (2, 101, 4, 16), kv_heads=2, seq_lens=True
+    ),
     Case("block-lists", BlocksForm((32, 16), "kv_heads", True, True, Window(40, 0), -2), (2, 90, 4, 16), kv_heads=2),
 )
 

@@ -60,7 +60,9 @@ def random_form(rng: Random, q_len: int, k_len: int) -> Form:
     if rng.random() < 0.4:
         return RangesForm(rng.randint(1, 3), by_row, density)
     size, within = (random_block(rng), random_block(rng)), rng.choice([Dense(), random_pattern(rng, q_len, k_len)])
-    return BlocksForm(size, rng.choice(("all", "kv_heads", "heads")), by_row, rng.choice([False, True]), within, density)
+    return BlocksForm(
+        size, rng.choice(("all", "kv_heads", "heads")), by_row, rng.choice([False, True]), within, density
+    )
 
 
 def random_block(rng: Random) -> int:

@@ -165,7 +165,7 @@ def pattern_data(
 
 
 def _hard_intervals(problem: Problem, form: RangesForm, generator: torch.Generator, hides: bool) -> Tensor:
-    """Of each half of the queries, in a half of the keys; with `hides`, the keys between these are seen by none."""
+    """Each half of the queries sees keys of a half of them; with `hides`, no query sees those between."""
     shape = problem.batch if form.by_row else 1, form.intervals, problem.q_len
     later = torch.arange(problem.q_len) * 2 >= max(2, problem.q_len)
     middle, gap = problem.k_len // 2, min(HIDDEN_KEYS, problem.k_len // 4) * hides

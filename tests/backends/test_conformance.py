@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.triton.work_list import work_list_of
 from attn_dispatch.kernels.contract import refusals_of
+from attn_dispatch.kernels.triton.work_list import work_list_of
 from attn_dispatch.machine.memory import peak_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem

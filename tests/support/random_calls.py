@@ -21,6 +21,7 @@ from attn_dispatch.testing.drawn import random_pattern
 
 PRIVATE: Any = torch  #: for names that type checkers do not know
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DATA_SHARE = 0.3  #: of calls whose pattern holds tensors
 ROUNDINGS = 8  #: of an entry, on its way from inputs to results: scores, weights, sums, products and what is stored
 
 
@@ -107,7 +108,7 @@ def random_call(rng: Random, dtype: torch.dtype, longest: int = 40) -> Call:
     if rng.random() < 0.1:
         tensors["q"][:, rng.randint(0, q_len) :] = 0
     call = Call(random_pattern(rng, q_len, k_len) if q_len and k_len else Dense(rng.random() < 0.5), tensors, {})
-    if q_len and k_len and rng.random() < 0.3:
+    if q_len and k_len and rng.random() < DATA_SHARE:
         call.pattern, call.counts = random_data_pattern(rng, generator, batch, q_len, k_len, (kv_heads, heads))
     _add_masks(rng, generator, call)
     _add_terms(rng, drawn, call)
@@ -162,7 +163,9 @@ def random_data_pattern(
         table = laid(torch.rand(rows, tables, *blocks, generator=generator) < share)
         counts = table.long()
     within = rng.choice([None, None, Dense(is_causal=True), Window(rng.randint(0, 20), rng.choice([None, 0, 9]))])
-    counts = counts[:, :, torch.arange(q_len)[:, None] // size[0], keys // size[1]].repeat_interleave(heads[1] // tables, 1)
+    counts = counts[:, :, torch.arange(q_len)[:, None] // size[0], keys // size[1]].repeat_interleave(
+        heads[1] // tables, 1
+    )
     return Blocks(table, size, within), counts if within is None else counts * within.multiplicity(q_len, k_len)
 
 

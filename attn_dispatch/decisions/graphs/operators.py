@@ -94,6 +94,8 @@ def attend_by_operator(call: Call) -> Any:
     needs_grad = torch.is_grad_enabled() and wanted
     # Inside vmap a tensor does not tell whether autograd outside of it wants a gradient.
     given = encoded(call, bias_needs_grad=bias is not None and (bias.requires_grad or transformed))
+    if not torch.compiler.is_dynamo_compiling():
+        _check_fake(call)
     q, k, v = call.tokens_first
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
     if cast is not None:
@@ -101,6 +103,15 @@ def attend_by_operator(call: Call) -> Any:
     run = _Transformed.apply if transformed else _forward_op
     out, lse = run(q, k, v, *given, needs_grad, call.return_lse)
     return call.returned(out, lse)
+
+
+def _check_fake(call: Call) -> None:
+    """PyTorch's own error names neither the pattern nor what to do."""
+    mode, data = getattr(call.q, "fake_mode", None), call.tensors.get("pattern_data")
+    if mode is None or data is None or mode.allow_non_fake_inputs or getattr(data, "fake_mode", None) is not None:
+        return
+    how = "make it inside the traced function, of its arguments"
+    raise InvalidInput(f"pattern must hold fake tensors, as q is one, got {call.pattern}: {how}")
 
 
 def _check_arguments(call: Call) -> None:
@@ -224,7 +235,9 @@ def _batching_rule(operator: Any, first: int) -> Callable[..., Any]:
 
         given = Encoded.first_of(args[first:])
         if given.pattern_data is not None:
-            raise NoBackend("a pattern that holds tensors cannot be mapped by torch.vmap: give the examples as one batch")
+            raise NoBackend(
+                "a pattern that holds tensors cannot be mapped by torch.vmap: give the examples as one batch"
+            )
         if given.cu_seqlens is not None:
             raise NoBackend("cu_seqlens cannot be mapped by torch.vmap: give documents=")
         before = list(map(unfolded, args[:first], dims))

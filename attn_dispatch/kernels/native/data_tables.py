@@ -117,7 +117,10 @@ def passes_of(
     for row, made in enumerate(rows):
         own = slice(row, row + 1)
         masks = (None if x is None else x[own] for x in (seen, seq_lens))
-        terms = (bias if bias is None or len(bias) == 1 else bias[own]), (slopes if slopes is None or slopes.ndim == 1 else slopes[own])
+        terms = (
+            bias if bias is None or len(bias) == 1 else bias[own],
+            slopes if slopes is None or slopes.ndim == 1 else slopes[own],
+        )
         found.append(NativePasses(inner, made.tables, *masks, *terms, made=made))
     return ByRow(tuple(found), problem.bias[:1] == (1,))
 
