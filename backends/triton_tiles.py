@@ -139,9 +139,8 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v, *tensors.values())
-    hiding = {name: tensors[name] for name in ("seq_lens", "pattern_data") if "pattern_data" in tensors}
     data = tensors.pop("pattern_data", None)
-    given = Given.of(problem, tensors)
+    given, hiding = Given.of(problem, tensors), {} if data is None else _hiding(data, tensors)
     call = Hidden.of(problem, hiding, masked_keys=False).around(_passes(problem, order, tile, data, given))
     found = differentiable(q, k, v, call, (*given, data)) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, tile)
@@ -180,6 +179,11 @@ def _passes(problem: Problem, order: str, tile: int, data: Tensor | None, *more:
     kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
     blocks, lists = (lambda each: block_configs(each, problem, tile)), partial(_lists, problem, order, tile, data)
     return TritonPasses(problem, kernels, blocks, lists, *more)
+
+
+def _hiding(data: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What hides keys that the kernels read: what masks and a bias hide they never use."""
+    return {"pattern_data": data} | {name: x for name, x in tensors.items() if name == "seq_lens"}
 
 
 def _lists(

@@ -134,10 +134,11 @@ def _hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor:
     for start in range(0, problem.q_len, step):
         queries = torch.arange(start, min(start + step, problem.q_len), device=problem.device)
         counts = multiplicity_of(problem, range(problem.heads), queries, tensors)
-        assert counts is not None  # there is a bias
-        some = (counts > 0).any(2)  # [1 or batch, 1 or heads, keys]
+        assert counts is not None  # there is a bias, or a pattern that holds tensors
+        some = (counts > 0).any(-2)  # [(1 or batch,) 1 or heads, keys]
         seen = some if seen is None else seen | some
     assert seen is not None
+    seen = seen if seen.ndim == 3 else seen[None]
     seen = seen if seen.shape[1] == 1 else torch.unflatten(seen, 1, (-1, group)).any(2)
     return ~seen.transpose(1, 2).unsqueeze(-1)
 
