@@ -24,7 +24,7 @@ from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, Layout, deal
 from attn_dispatch.ring.sharded_problem import ShardedProblem
-from attn_dispatch.ring.trial import Trial
+from attn_dispatch.ring.trial import Trial, held_of
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.checks import real, reals
 from attn_dispatch.spec.problem import Problem
@@ -33,7 +33,7 @@ from attn_dispatch.spec.torch_settings import settings
 from attn_dispatch.store.decision import Decision, decode, encode
 from attn_dispatch.store.folder import Store
 from attn_dispatch.tuning.candidates import Request
-from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.example import make, pattern_data
 
 MIN_SECONDS = 0.05  #: least budget of a problem
 BACKWARD = 2.5  #: operations of a backward pass, relative to the forward pass: five matrix products to two
@@ -269,6 +269,8 @@ def _measure_sharded(problem: Problem, link: Link, kind: str, budget_s: float | 
     if problem.has_seq_lens:
         masks["seq_lens"] = torch.full((problem.batch,), problem.q_len, device=problem.device)
     budget_ms = None if budget_s is None else budget_s * 1e3
-    sharded = ShardedProblem(problem, layout, link)
+    whole = pattern_data(problem, torch.Generator().manual_seed(0))
+    masks.pop("pattern_data", None)
+    sharded = ShardedProblem(problem, layout, link, held_of(problem, whole))
     measure = Trial(sharded, (own.q, own.k, own.v), masks).rows
     return Explanation.of(group_decision.decide_together(sharded, measure, None, force=force, budget_ms=budget_ms))

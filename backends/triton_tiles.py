@@ -64,6 +64,8 @@ SINGLE = {
     128: (BlockConfig(32, 32, 8, 2), BlockConfig(32, 16, 8, 2)),
     256: (BlockConfig(16, 16, 8, 1),),
 }
+#: What hides keys that the kernels read: where padding alone sees a key, the gradients' kernel uses it.
+HIDING = ("seq_lens", "pattern_data")
 BUILDING = 8  #: 64-bit temporaries for one list
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of(SINGLE)
@@ -139,8 +141,8 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v, *tensors.values())
-    data = tensors.pop("pattern_data", None)
-    given, hiding = Given.of(problem, tensors), {} if data is None else _hiding(data, tensors)
+    data, given = tensors.get("pattern_data"), Given.of(problem, tensors)
+    hiding = {name: x for name, x in tensors.items() if data is not None and name in HIDING}
     call = Hidden.of(problem, hiding, masked_keys=False).around(_passes(problem, order, tile, data, given))
     found = differentiable(q, k, v, call, (*given, data)) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, tile)
@@ -179,11 +181,6 @@ def _passes(problem: Problem, order: str, tile: int, data: Tensor | None, *more:
     kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
     blocks, lists = (lambda each: block_configs(each, problem, tile)), partial(_lists, problem, order, tile, data)
     return TritonPasses(problem, kernels, blocks, lists, *more)
-
-
-def _hiding(data: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What hides keys that the kernels read: what masks and a bias hide they never use."""
-    return {"pattern_data": data} | {name: x for name, x in tensors.items() if name == "seq_lens"}
 
 
 def _lists(

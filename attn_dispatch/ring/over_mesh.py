@@ -18,11 +18,13 @@ from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.log import logger
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent
+from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem, equal_on_ranks, local_problem
 from attn_dispatch.ring.shards import spread_of
 from attn_dispatch.ring.trial import Trial
 from attn_dispatch.settings import budget_ms, expected_calls, mode
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import CONTIGUOUS, Call, Problem, choose_pattern
@@ -30,6 +32,7 @@ from attn_dispatch.spec.tensors import check_seq_lens, check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 
 MAX_DECISIONS = 256  #: remembered for each link
+TENSORS = "the pattern's tensors"
 
 Decided = tuple[ShardedProblem, Decision]
 
@@ -40,7 +43,7 @@ class MeshCall:
 
     Args:
         local: the problem of this rank's shard alone.
-        pattern: of the whole sequence.
+        pattern: of the whole sequence; `Held` where it holds tensors.
         kind: of the shards.
         settings: values of environment variables that must be equal on all ranks.
     """
@@ -58,11 +61,12 @@ class MeshCall:
         # Reading a CUDA tensor would wait for the device.
         values = None if lens is None or lens.device.type != "cpu" else lens.tolist()
         about = {"order": self.call.order, "torch": str(torch.__version__), "seq_lens": values}
+        about[TENSORS] = getattr(self.pattern, "digest", None)
         return {**plain, **self.settings, **about}
 
     @cached_property
     def key(self) -> Any:
-        return digest_of(self.equal_arguments), self.local.strides
+        return digest_of({**self.equal_arguments, TENSORS: None}), self.local.strides
 
 
 def over_mesh(call: Call) -> Rewritten:
@@ -117,6 +121,10 @@ def _checked(call: Call, kind: str) -> MeshCall:
     settings: dict[str, Any] = {"mode": mode()}
     if settings["mode"] == "tune":  # all ranks must end a trial in the same round
         settings |= {"budget_ms": budget_ms(), "expected_calls": expected_calls()}
+    if isinstance(chosen, DataPattern):
+        if chosen.device != call.q.device:
+            raise InvalidInput(f"the tensors of {chosen} must be on q's device {call.q.device}")
+        chosen = Held.of(chosen, local.heads, local.kv_heads)
     return MeshCall(call, replace(local, has_seq_lens=seq_lens is not None), chosen, kind, settings)
 
 
@@ -125,16 +133,20 @@ def _decision_for(link: Link, checked: MeshCall) -> Decided:
     found: Decided | None = link.decisions.get(checked.key)
     decision_id = 0 if found is None else _decision_id(*found)
     agreement = agree(link, checked.equal_arguments, checked.local.q_len, decision_id)
-    if found is not None and agreement.same_decision and agreement.lengths == found[0].layout.lengths:
+    known = found is not None and agreement.same_decision and agreement.lengths == found[0].layout.lengths
+    if found is not None and known and not isinstance(checked.pattern, Held):
         return found
     sharded = _sharded(link, checked, agreement.lengths)
+    if found is not None and known and not (found[1].order == LOCAL and any(map(sharded.sees_others, range(link.size)))):
+        return sharded, found[1]  # decided for other tensors
     notify(sharded.problem)
     call, masks = checked.call, {name: x for name, x in checked.call.tensors.items() if x is not None}
+    masks.pop("pattern_data", None)
     with torch.device("cpu"):  # not the default device of the caller
         trial = Trial(sharded, _inputs(sharded, call), masks)
         decision = group_decision.decide_together(sharded, trial.rows, call.order)
     logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.decided_by)
-    link.decisions[checked.key] = sharded, decision
+    link.decisions[checked.key] = replace(sharded, held=None), decision
     drop_oldest(link.decisions, MAX_DECISIONS)
     return sharded, decision
 
@@ -154,10 +166,16 @@ def _sharded(link: Link, checked: MeshCall, lengths: tuple[int, ...]) -> Sharded
     tokens = sum(lengths)
     if checked.call.seq_lens is not None:
         check_seq_lens_values(checked.call.seq_lens, tokens)
-    pattern = _fitting(checked.pattern, tokens, checked.local.heads)
-    problem = replace(checked.local, pattern=pattern, given=checked.pattern, q_len=tokens, k_len=tokens)
+    local, given, held = checked.local, checked.pattern, checked.pattern if isinstance(checked.pattern, Held) else None
+    if held is not None:
+        whole: Any = checked.call.pattern
+        whole.check(tokens, tokens)
+        whole.check_rows(local.batch, tokens, local.heads, local.kv_heads)
+        given = held.form
+    pattern = _fitting(given, tokens, local.heads)
+    problem = replace(local, pattern=pattern, given=given, q_len=tokens, k_len=tokens)
     problem = replace(problem, strides=CONTIGUOUS, ranks=link.size)  # strides may differ between ranks
-    return ShardedProblem(problem, Layout(lengths, checked.kind), link)
+    return ShardedProblem(problem, Layout(lengths, checked.kind), link, held)
 
 
 @lru_cache(maxsize=256)

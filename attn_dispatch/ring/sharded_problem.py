@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.passes import RingCall
 from attn_dispatch.ring.engine.steps import steps_of
 from attn_dispatch.ring.link import Link, gathered
+from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import tokens_of, traffic_of
 from attn_dispatch.spec.orders import EXCHANGES, GATHER, LOCAL, RING, ULYSSES
@@ -52,11 +53,18 @@ def equal_on_ranks(problem: Problem, pattern: Pattern, kind: str) -> dict[str, A
 
 @dataclass(frozen=True, eq=False)
 class ShardedProblem:
-    """One rank's view of a problem that is sharded over many ranks; `problem` is that of the whole sequence."""
+    """One rank's view of a problem that is sharded over many ranks; `problem` is that of the whole sequence, and `held`
+    its pattern where that holds tensors.
+    """
 
     problem: Problem
     layout: Layout
     link: Link
+    held: Held | None = None
+
+    def _exact(self, problem: Problem) -> Problem:
+        """The problem with the tensors of its pattern."""
+        return problem if self.held is None else replace(problem, pattern=self.held)
 
     def refusals(self) -> dict[str, str]:
         """Reasons why each exchange cannot run this problem, on this rank; "" where it can. Not a collective."""
@@ -66,7 +74,7 @@ class ShardedProblem:
             return dict.fromkeys(EXCHANGES, one_line(error))
 
     def _refusals(self) -> dict[str, str]:
-        problem = self.problem
+        problem = self._exact(self.problem)
         if problem.dropout_p:
             return dict.fromkeys(EXCHANGES, f"has no dropout, asked for {problem.dropout_p:g}")
         found = {LOCAL: self.sees_others(self.link.rank), RING: "", GATHER: ""}
@@ -82,7 +90,7 @@ class ShardedProblem:
 
     def sees_others(self, rank: int) -> str:
         """The number of other ranks' key rows that a rank's queries see, as text; "" if there are none."""
-        problem = self.problem
+        problem = self._exact(self.problem)
         traffic = traffic_of(problem.pattern, self.layout, problem.heads, problem.kv_heads, rank, problem.device)
         rows = sum(each.count for rows in traffic.receives.values() for each in rows)
         return f"rank {rank} sees {rows} key rows of other ranks" if rows else ""
@@ -113,7 +121,7 @@ class ShardedProblem:
         if exchange != ULYSSES:
             return self._run(exchange, q, k, v, seq_lens, mask)
         problem, how = self.problem, (self.link.transport, self.layout)
-        alone = ShardedProblem(ulysses.share_of(problem, self.layout.ranks), Layout((problem.q_len,)), self.link)
+        alone = replace(self, problem=ulysses.share_of(problem, self.layout.ranks), layout=Layout((problem.q_len,)))
         q, k, v = ulysses.all_to_all(*how, True, q, k, v)
         out, lse = alone._run(exchange, q, k, v, seq_lens, mask)
         results = (out, lse.transpose(1, 2)) if problem.return_lse else (out,)
@@ -142,7 +150,7 @@ class ShardedProblem:
         self._call(exchange, self.problem, None, None).reserve()
 
     def _call(self, exchange: str, problem: Problem, seq_lens: Tensor | None, mask: Tensor | None) -> RingCall:
-        steps = steps_of(problem, self.layout, self._rank, exchange if exchange != LOCAL else RING)
+        steps = steps_of(self._exact(problem), self.layout, self._rank, exchange if exchange != LOCAL else RING)
         seen, padding = mask, None
         if seq_lens is not None:
             past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
@@ -155,5 +163,10 @@ class ShardedProblem:
     def _hidden(self, call: RingCall) -> Hidden:
         """This rank's hidden rows. They are zeroed before they are sent, so that no other rank has to hide them."""
         whole = Hidden.of(call.problem, {} if call.seen is None else {"key_mask": call.seen})
-        keys = None if whole.keys is None else tokens_of(whole.keys, self.layout, self._rank)
+        hidden, problem = whole.keys, call.problem
+        if self.held is not None:
+            unseen = self.held.unseen(problem.k_len, problem.heads, problem.kv_heads)
+            unseen = None if unseen is None else unseen.to(problem.device)
+            hidden = unseen if hidden is None else hidden if unseen is None else hidden | unseen
+        keys = None if hidden is None else tokens_of(hidden, self.layout, self._rank)
         return Hidden(keys, None if call.padding is None else call.padding[:, :, None, None])

@@ -18,9 +18,11 @@ from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.log import logger
 from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.ring.link import Link
+from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.orders import LOCAL
 from attn_dispatch.spec.problem import CONTIGUOUS, Problem
 from attn_dispatch.store.decision import Row
@@ -86,6 +88,7 @@ class _Exchanges(Backend):
     name: str = field(default=NAME, init=False)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = LOCAL, **masks: Any) -> Result:
+        masks.pop("pattern_data", None)  # `sharded` holds it
         out, lse = self.sharded.run(order, q, k, v, **masks)
         return out if lse is None else (out, lse)
 
@@ -94,6 +97,7 @@ class _OfWhole(_Exchanges):
     """The same of whole tensors: out and lse are zero at the other ranks' tokens."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = LOCAL, **masks: Any) -> Result:
+        masks.pop("pattern_data", None)
         at = positions_of(self.sharded.layout, self.sharded.link.rank).to(q.device)
         q_at, k_at, v_at = (x.index_select(1, at) for x in (q, k, v))
         if "key_mask" in masks:
@@ -197,5 +201,12 @@ def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
         lengths = deal(SMALL, layout.ranks, layout.lengths)
     except InvalidInput:  # in these proportions a rank would have no token
         lengths = deal(SMALL, layout.ranks)
-    oracle = Oracle.of(make(replace(small, ranks=1)))
-    return replace(sharded, problem=small, layout=Layout(lengths, layout.kind)), oracle
+    example = make(replace(small, ranks=1))
+    sharded = replace(sharded, problem=small, layout=Layout(lengths, layout.kind), held=held_of(small, example.masks))
+    return sharded, Oracle.of(example)
+
+
+def held_of(problem: Problem, tensors: Mapping[str, Tensor]) -> Held | None:
+    """The pattern of a problem with these tensors, where it holds some."""
+    whole = problem.pattern.bound(tensors.get("pattern_data"))
+    return Held.of(whole, problem.heads, problem.kv_heads) if isinstance(whole, DataPattern) else None

@@ -64,7 +64,7 @@ def serves(order: str, pattern: Pattern) -> bool:
 
 def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     """The position at each place, int64 [length] on the CPU; None for natural order. Do not write to it."""
-    found = _permutation(order, pattern, length)
+    found = None if order == NATURAL else _permutation(order, pattern, length)
     if found is None:
         return None
     import torch
@@ -298,5 +298,7 @@ def _checked_permutation(order: str, pattern: Pattern, length: int) -> Tensor | 
 def _check(order: object, pattern: object) -> None:
     if not isinstance(pattern, Pattern) or isinstance(pattern, Reordered):
         raise InvalidInput(f"pattern must be a pattern in natural order, got {pattern!r}")
+    if pattern.holds_data:
+        raise InvalidInput(f"pattern must hold no tensors, which go by the natural order, got {pattern!r}")
     if order not in ORDERS:
         raise InvalidInput(f"order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")

@@ -17,11 +17,13 @@ from torch import Tensor
 from attn_dispatch.kernels import dense, registry
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.native import run as native
+from attn_dispatch.kernels.native.data_tables import ByRow, interval_tables
 from attn_dispatch.kernels.native.tables import neighbour_tables_at
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.kernels.tiles import run as tiles
 from attn_dispatch.kernels.tiles.tables import tables_at
 from attn_dispatch.ring.rows.chunking import block_rows, blocks, line_of, segments
+from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import kv_classes, shares_segment
 from attn_dispatch.spec.orders import HILBERT, permutation, places, serves, token_order_of
@@ -294,6 +296,12 @@ def _of_heads(
         curve = permutation(HILBERT, grid, problem.q_len) if serves(HILBERT, grid) else None
         order = (queries if curve is None else places(curve)[queries]).argsort()
         queries, numbers = queries[order], numbers[order]
+    elif isinstance(grid, Held):
+        build, (positions, columns) = _data_tables, _sorted(positions, columns)
+        kinds = {grid.head_offsets(head, problem.heads) for head in which}
+        places = (grid.places(queries, positions, problem.q_len, kind) for kind in kinds)
+        some = torch.stack([(first <= last).flatten(0, 1).any(0) for first, last in places]).any(0)
+        queries, numbers = queries[some], numbers[some]
     if not len(queries):
         return
     sees_any, solve = build(problem, pattern, which, queries, positions)
@@ -307,7 +315,8 @@ def _of_heads(
         whole if torch.equal(some, _numbers(whole)) else some.to(problem.device)
         for whole, some in ((rows, numbers), (keys, columns))
     )
-    sub = shard.sub(pattern, len(queries), len(positions), source.heads)
+    plain = Dense() if isinstance(pattern, Held) else pattern  # its tensors live as long as the caller's
+    sub = shard.sub(plain, len(queries), len(positions), source.heads)
     # The rank's own rows have all heads; rows of other ranks have the heads of one class.
     kv = slice(source.heads.start, source.heads.stop, source.heads.step) if shard.own else slice(None)
     yield Part(q_rows, heads, number, k_rows, sub, solve, kv)
@@ -319,6 +328,31 @@ def _key_tables(
     """Tables of single keys, for neighbourhoods on the CPU, whose kernel reads them; else as `_tile_tables`."""
     found = neighbour_tables_at(grid, len(which), queries, keys)
     return found.tiles[:, 4] > 0, lambda part, key_mask: native.partial(part, key_mask, found)
+
+
+def _data_tables(problem: Problem, pattern: Held, which: range, queries: Tensor, keys: Tensor) -> tuple[Tensor, Solve]:
+    """Tables of intervals, for patterns that hold tensors, on the CPU; else as `_tile_tables`. Keys are ascending."""
+    by_native = not registry.load("native").refusals(replace(problem, ranks=1, pattern=Dense()))
+    build: Callable[..., tuple[Tensor, Solve]] = _interval_tables if by_native else _tile_tables
+    sees_any, solves = zip(*(build(problem, row, which, queries, keys) for row in pattern.rows()))
+    if len(solves) == 1:
+        return sees_any[0], solves[0]
+
+    def solve(part: Problem, key_mask: Tensor | None) -> Passes:
+        masks = [None] * len(solves) if key_mask is None else key_mask.split(1)
+        return ByRow(tuple(each(replace(part, batch=1), mask) for each, mask in zip(solves, masks)))
+
+    return torch.stack(sees_any).any(0), solve
+
+
+def _interval_tables(
+    problem: Problem, pattern: Held, which: range, queries: Tensor, keys: Tensor
+) -> tuple[Tensor, Solve]:
+    kinds = [pattern.head_offsets(head, problem.heads) for head in which]
+    each = kinds if len(set(kinds)) > 1 else kinds[:1]
+    places = [pattern.places(queries, keys, problem.q_len, kind)[:, 0] for kind in each]
+    found = interval_tables(places, len(keys), len(which))
+    return (found.tiles[:, 4] > 0).view(len(each), -1).any(0), lambda part, mask: native.partial(part, mask, found)
 
 
 def _tile_tables(

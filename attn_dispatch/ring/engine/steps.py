@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_dispatch.ring.engine.parts import Part, Source, parts_of
 from attn_dispatch.ring.rows.chunking import own_shares, pieces
+from attn_dispatch.ring.rows.data import Kept
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import Rows, Traffic, traffic_of, without_caller_modes
 from attn_dispatch.spec.orders import GATHER, LOCAL, ULYSSES
@@ -109,7 +110,7 @@ class Step:
         return received, sent
 
 
-@lru_cache(maxsize=16)
+@Kept
 @without_caller_modes()
 def steps_of(problem: Problem, layout: Layout, rank: int, exchange: str) -> tuple[Step, ...]:
     """A rank's steps: its own rows, then those of each of `transfers`, whose arguments these are, piece by piece."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from attn_dispatch.ring.rows.data import Kept
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.needs import Kind, kv_classes
 from attn_dispatch.ring.rows.runs import seen_rows
@@ -64,7 +64,7 @@ def without_caller_modes() -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=16)
+@Kept
 @without_caller_modes()
 def traffic_of(
     pattern: Pattern, layout: Layout, heads: int, kv_heads: int, rank: int, device: torch.device = CPU
