@@ -1,12 +1,13 @@
 """Fused Triton kernels over tile pairs with visible keys: Neighborhood, Dilated, and masks made of data.
 
-In any token order, tokens are read by position; nothing is gathered or permuted in memory. Besides results there are lse, one more sum per
-query, and the lists of `kernels/tiles/tables`. The kernels are `forward` and `backward` in `kernels/triton`.
+Tokens are read by position, in any token order; nothing is gathered or permuted in memory. Besides results there are
+lse, one more sum per query, and the lists of `kernels/tiles/tables`. The kernels are `forward` and `backward` in
+`kernels/triton`. The lists of `Ranges` and `Blocks` are made on the CPU: the first call with a pattern's tensors waits
+for the device, later ones do not.
 
 The backend `triton` has no runs for Neighborhood, and with Dilated it reads a key once for each branch, this one once
 for all. Tokens that the caller stores in another order are tiled as stored. Dense and Window are left to `triton`,
-which computes the same tiles and needs no lists. The lists of `Ranges` and `Blocks` are made on the CPU: the first call
-with a pattern's tensors waits for the device, later ones do not.
+which computes the same tiles and needs no lists.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def made_on(device: torch.device, make: Callable[P, T], *args: P.args, **kwargs:
 
 
 def derived_on(device: torch.device, data: Tensor, key: Hashable, make: Callable[[Tensor], T]) -> T:
-    """What `made_on` makes of a pattern's tensors, kept as long as they are (`spec.data.derived`). Raises as it does."""
+    """What `made_on` makes of a pattern's tensors, kept as long as they are; it raises as that does."""
 
     def made() -> T:
         refuse_capture(device)

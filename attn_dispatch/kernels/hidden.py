@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
-from attn_dispatch.kernels.device_cache import DeviceCache, made_on
+from attn_dispatch.kernels.device_cache import DeviceCache, derived_on
 from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.kernels.numerics import multiplicity_of
 from attn_dispatch.spec import tracing
