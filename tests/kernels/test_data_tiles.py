@@ -16,7 +16,7 @@ from attn_dispatch.backends import tiles, triton_tiles
 from attn_dispatch.kernels.tiles import estimates, tables
 from attn_dispatch.kernels.tiles.tables import data_lists_of, data_tables_of
 from attn_dispatch.spec.data import Blocks, DataPattern, Ranges
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
+from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle

@@ -217,9 +217,11 @@ from tests.support.compiling import compile_for
 SUM = {"HEAD_DIM": 80, "BLOCK_D": 64, "REST_D": 16}
 CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, {}), (BACKWARD_Q, 90, 1, {}), (BACKWARD_KV, 90, 0, {}))
 CASES += ((FORWARD, 90, 0, SUM), (BACKWARD_Q, 80, 0, SUM), (BACKWARD_KV, 80, 0, SUM))
+CASES += ((FORWARD, 90, 1, {"BY_ROW": True}), (BACKWARD_KV, 80, 1, {"BY_ROW": True}), (BACKWARD_KV, 90, 2, {}))
+COMPUTED = "reach", "counts", "block_at"
 
 for each, capability, branches, more in CASES:
-    lists = "row_pos", "column_pos", "kind_of", "tiles", "runs", "reach" if branches else "masks"
+    lists = "row_pos", "column_pos", "kind_of", "tiles", "runs", *(COMPUTED if branches else ["masks"])
     compile_for(each, capability, lists, TILE=128, BRANCHES=branches, AXES=branches, **more)
 """
 
