@@ -1,12 +1,13 @@
 """Fused Triton kernels over tile pairs with visible keys: Neighborhood, Dilated, and masks made of data.
 
-In any token order, tokens are read by position; nothing is gathered or permuted in memory. Besides results there are lse, one more sum per
-query, and the lists of `kernels/tiles/tables`. The kernels are `forward` and `backward` in `kernels/triton`.
+Tokens are read by position, in any token order; nothing is gathered or permuted in memory. Besides results there are
+lse, one more sum per query, and the lists of `kernels/tiles/tables`. The kernels are `forward` and `backward` in
+`kernels/triton`. The lists of `Ranges` and `Blocks` are made on the CPU: the first call with a pattern's tensors waits
+for the device, later ones do not.
 
 The backend `triton` has no runs for Neighborhood, and with Dilated it reads a key once for each branch, this one once
 for all. Tokens that the caller stores in another order are tiled as stored. Dense and Window are left to `triton`,
-which computes the same tiles and needs no lists. The lists of `Ranges` and `Blocks` are made on the CPU: the first call
-with a pattern's tensors waits for the device, later ones do not.
+which computes the same tiles and needs no lists.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ SINGLE = {
     128: (BlockConfig(32, 32, 8, 2), BlockConfig(32, 16, 8, 2)),
     256: (BlockConfig(16, 16, 8, 1),),
 }
+#: What hides keys that the kernels read: where padding alone sees a key, the gradients' kernel uses it.
+HIDING = ("seq_lens", "pattern_data")
 BUILDING = 8  #: 64-bit temporaries for one list
 
 FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of(SINGLE)
@@ -139,9 +142,8 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v, *tensors.values())
-    hiding = {name: tensors[name] for name in ("seq_lens", "pattern_data") if "pattern_data" in tensors}
-    data = tensors.pop("pattern_data", None)
-    given = Given.of(problem, tensors)
+    data, given = tensors.get("pattern_data"), Given.of(problem, tensors)
+    hiding = {name: x for name, x in tensors.items() if data is not None and name in HIDING}
     call = Hidden.of(problem, hiding, masked_keys=False).around(_passes(problem, order, tile, data, given))
     found = differentiable(q, k, v, call, (*given, data)) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, tile)

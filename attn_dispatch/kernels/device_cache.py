@@ -70,14 +70,13 @@ def made_on(device: torch.device, make: Callable[P, T], *args: P.args, **kwargs:
 
 
 def derived_on(device: torch.device, data: Tensor, key: Hashable, make: Callable[[Tensor], T]) -> T:
-    """What `make` returns for a pattern's tensors on the CPU, on the device, kept as long as they are (`spec.data`).
-
-    Raises RuntimeError while a CUDA graph is captured, unless it is there already.
-    """
+    """What `made_on` makes of a pattern's tensors, kept as long as they are; it raises as that does."""
 
     def made() -> T:
         refuse_capture(device)
-        return made_on(device, make, data.cpu())
+        if device.type in DEVICES:
+            torch.cuda.current_stream(device).synchronize()  # it may have filled them; `make` has another one
+        return made_on(device, make, data)
 
     found = derived(data, (key, device), made)
     if capturing(device):

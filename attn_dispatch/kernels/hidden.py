@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
-from attn_dispatch.kernels.device_cache import DeviceCache, made_on
+from attn_dispatch.kernels.device_cache import DeviceCache, derived_on
 from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.kernels.numerics import multiplicity_of
 from attn_dispatch.spec import tracing
-from attn_dispatch.spec.data import Form, derived
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import permutation, token_order_of
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.tracing import make_plain
 
 ENTRIES = 2**22  #: query-key pairs that are looked at at once
 
@@ -119,11 +118,12 @@ def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Ten
     if data is None or "bias" in tensors or "seq_lens" in tensors or tracing.graphed(data) or tracing.is_transformed():
         return _hidden_together(problem, tensors)
 
-    def find() -> Tensor | None:
-        found = make_plain(_hidden_together, replace(problem, has_key_mask=False), {"pattern_data": data})
+    def find(data: Tensor) -> Tensor | None:
+        found = _hidden_together(replace(problem, has_key_mask=False), {"pattern_data": data})
         return found if found.any() else None
 
-    return derived(data, ("hidden", problem.q_len, problem.k_len, problem.heads, problem.kv_heads), find)
+    key = "hidden", problem.q_len, problem.k_len, problem.heads, problem.kv_heads
+    return derived_on(problem.device, data, key, find)
 
 
 def _hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor:

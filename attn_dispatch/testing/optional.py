@@ -34,7 +34,8 @@ PARTS = (0.5, -0.1, 1.1, 0.97, 0.001, 0.3, 0.2)  #: of the keys that rows have; 
 
 def problem_of_partial(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of which `partial` is asked as part of this one; None where it is not."""
-    if backend.partial is None or problem.scale <= 0 or problem.score_terms or problem.dropout_p:
+    odd = problem.score_terms or problem.dropout_p or isinstance(problem.pattern, Form)
+    if backend.partial is None or problem.scale <= 0 or odd:
         return None
     part = replace(problem, return_lse=True, strides=CONTIGUOUS, has_seq_lens=False, has_key_mask=problem.masked)
     return None if refusals_of(backend, part) else part

@@ -17,7 +17,6 @@ from attn_dispatch.kernels.tiles import pairs as pair_math
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles import tables
 from attn_dispatch.kernels.tiles.estimates import tile_table_bytes
-from attn_dispatch.kernels.tiles.pairs import pair_counts
 from attn_dispatch.kernels.tiles.tables import FULL, TileTable, tables_of
 from attn_dispatch.spec.orders import ORDERS, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -70,7 +69,7 @@ def problem_of(pattern: Pattern, q_len: int, k_len: int, heads: int = HEADS) -> 
 def table_multiplicity(table: TileTable, q_len: int, k_len: int) -> Tensor:
     """How many times each query sees each key, as one tensor."""
     queries, keys, tile = table.queries(), table.keys, table.tile
-    pairs = pair_counts(table.branches, queries, keys) if table.masks is None else table.masks[table.mask]
+    pairs = table.counts(queries, keys) if table.masks is None else table.masks[table.mask]
     found = torch.zeros(len(table.q_pos) * tile, len(table.k_pos) * tile, dtype=torch.int32)
     for query, key, pair in zip(queries.tolist(), keys.tolist(), pairs):
         found[query * tile : (query + 1) * tile, key * tile : (key + 1) * tile] += pair

@@ -65,7 +65,7 @@ def listed_multiplicity(lists: TileLists, problem: Problem, tile: int, by: str) 
                     times = pair_multiplicity(lists, kind, query, key, mask, tile)
                 found[head, query * tile : (query + 1) * tile, key * tile : (key + 1) * tile] += times
     assert not found[:, :, problem.k_len :].any()  # repeated keys
-    q_pos, k_pos = (x.flatten()[: problem.q_len].long() for x in places)
+    q_pos, k_pos = (x.flatten()[:n].long() for x, n in zip(places, (problem.q_len, problem.k_len)))
     by_position = torch.zeros(problem.heads, problem.q_len, problem.k_len, dtype=torch.int32)
     by_position[:, q_pos[:, None], k_pos] = found[:, : problem.q_len, : problem.k_len]
     return by_position
@@ -80,7 +80,11 @@ def pair_multiplicity(lists: TileLists, kind: int, query: int, key: int, mask: i
     queries, keys = slice(query * tile, (query + 1) * tile), slice(key * tile, (key + 1) * tile)
     at = at[:, :, None, keys]
     sees = (at >= first[:, :, queries, None]) & (at <= last[:, :, queries, None])
-    return sees.all(1).sum(0).int()
+    found = sees.all(1).sum(0).int()
+    if lists.counts is None or lists.block_at is None:
+        return found
+    q_at, k_at = torch.split(lists.block_at[kind], [len(lists.q_pos), len(lists.k_pos)])
+    return found * lists.counts[q_at[queries, None] + k_at[keys]].int()
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["masks", "reach"])
@@ -213,9 +217,11 @@ from tests.support.compiling import compile_for
 SUM = {"HEAD_DIM": 80, "BLOCK_D": 64, "REST_D": 16}
 CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, {}), (BACKWARD_Q, 90, 1, {}), (BACKWARD_KV, 90, 0, {}))
 CASES += ((FORWARD, 90, 0, SUM), (BACKWARD_Q, 80, 0, SUM), (BACKWARD_KV, 80, 0, SUM))
+CASES += ((FORWARD, 90, 1, {"BY_ROW": True}), (BACKWARD_KV, 80, 1, {"BY_ROW": True}), (BACKWARD_KV, 90, 2, {}))
+COMPUTED = "reach", "counts", "block_at"
 
 for each, capability, branches, more in CASES:
-    lists = "row_pos", "column_pos", "kind_of", "tiles", "runs", "reach" if branches else "masks"
+    lists = "row_pos", "column_pos", "kind_of", "tiles", "runs", *(COMPUTED if branches else ["masks"])
     compile_for(each, capability, lists, TILE=128, BRANCHES=branches, AXES=branches, **more)
 """
 

@@ -33,7 +33,8 @@ TENSORS = {
     "backward_kv": (*[ROWS] * 4, SUMS, SUMS, ROWS, ROWS),
 }
 TERMS = Terms(0.5, 2.0, SUMS, ROWS, 630, 315, 105, 1)
-TABLES: Any = dict.fromkeys(Tables._fields, torch.empty(1, dtype=torch.int32)) | {"masks": BYTES}
+TABLES: Any = dict.fromkeys(Tables._fields, torch.empty(1, dtype=torch.int32))
+TABLES |= {"masks": BYTES, "counts": BYTES, "block_at": torch.empty(1, dtype=torch.int64)}
 
 
 def run_alone(code: str, cache: Path) -> None:

@@ -14,7 +14,7 @@ from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, sum_dty
 from attn_dispatch.kernels.tiles.pairs import AT_ONCE
 from attn_dispatch.kernels.tiles.run import most_keys
 from attn_dispatch.kernels.tiles.tables import MASK_BYTES, PAIR, SPAN, Outline, outline_of
-from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
+from attn_dispatch.spec.data import BlocksForm, Form
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE, token_order_of
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -49,8 +49,7 @@ def estimated_keys(problem: Problem, order: str, tile: int) -> int:
 
 def _without_data(problem: Problem) -> Problem:
     """The problem of the pattern that a form's tensors cut."""
-    form = problem.pattern
-    return replace(problem, pattern=form.within if isinstance(form, BlocksForm) else Dense())
+    return replace(problem, pattern=getattr(problem.pattern, "within", Dense()))
 
 
 def _share(problem: Problem, tile: int) -> float:
@@ -58,13 +57,16 @@ def _share(problem: Problem, tile: int) -> float:
     form = problem.pattern
     assert isinstance(form, Form)
     share = 2.0 ** ((form.density or 0) / 2)
-    if isinstance(form, RangesForm):
-        return min(1.0, share + 2 * form.intervals * tile / problem.k_len)
-    assert isinstance(form, BlocksForm)
-    for side, length in zip(form.size, (problem.q_len, problem.k_len)):
+    for side, length in _blocks(problem):
         tiles = -(-side // tile) + (side % tile > 0 and tile % side > 0)  # of a block
         share *= -(-length // side) * tiles / -(-length // tile)
-    return min(1.0, share)
+    return min(1.0, share + 2 * getattr(form, "intervals", 0) * tile / problem.k_len)
+
+
+def _blocks(problem: Problem) -> list[tuple[int, int]]:
+    """The sides of blocks, and the lengths that they divide: of queries and of keys. Empty where there are none."""
+    size = problem.pattern.size if isinstance(problem.pattern, BlocksForm) else ()
+    return list(zip(size, (problem.q_len, problem.k_len)))
 
 
 def tables_per_head(problem: Problem) -> int:
@@ -74,10 +76,8 @@ def tables_per_head(problem: Problem) -> int:
 
 def branch_count(problem: Problem) -> int:
     """The branches of a head, at most."""
-    form = problem.pattern.natural
-    if isinstance(form, RangesForm):
-        return form.intervals
-    return len((form.within if isinstance(form, BlocksForm) else form).branches)
+    pattern = problem.pattern.natural
+    return getattr(pattern, "intervals", 0) + len(getattr(pattern, "within", pattern).branches)
 
 
 def _keys_of_band(band: Band, problem: Problem, tile: int) -> int:
@@ -134,9 +134,9 @@ def estimated_pairs(problem: Problem, order: str, tile: int) -> int:
 def most_pairs(problem: Problem, order: str, tile: int) -> int:
     """Upper bound of the tile pairs of one head, whether or not tiles are aligned; of blocks, of the mean head."""
     every = -(-problem.q_len // tile) * -(-problem.k_len // tile)
-    if isinstance(problem.pattern, BlocksForm):
-        return min(every, math.ceil(ROUNDED * every * _share(problem, tile)))
-    return every if isinstance(problem.pattern, Form) else min(every, 2 * estimated_pairs(problem, order, tile))
+    if isinstance(problem.pattern, Form):
+        return min(every, math.ceil(ROUNDED * every * _share(problem, tile))) if _blocks(problem) else every
+    return min(every, 2 * estimated_pairs(problem, order, tile))
 
 
 def most_axes(problem: Problem) -> int:
@@ -168,24 +168,19 @@ def _mask_bytes(problem: Problem, pairs: int, tile: int) -> int:
 
 def _block_counts(problem: Problem) -> int:
     """The counts of blocks of all tables."""
-    size = problem.pattern.size if isinstance(problem.pattern, BlocksForm) else None
-    return 0 if size is None else _tables(problem) * -(-problem.q_len // size[0]) * -(-problem.k_len // size[1])
-
-
-def _pair_bytes(problem: Problem, tile: int) -> int:
-    """Of a pair in tables and while they are built; what it sees of blocks is compared."""
-    sides = problem.pattern.size if isinstance(problem.pattern, BlocksForm) else ()
-    return PAIR_BYTES + BLOCK_BYTES * bool(sides) * math.prod(-(-tile // side) + 1 for side in sides)
+    counts = [-(-length // side) for side, length in _blocks(problem)]
+    return _tables(problem) * math.prod(counts) * bool(counts)
 
 
 def tile_table_bytes(problem: Problem, order: str, tile: int) -> int:
     """Upper bound of the bytes of the tables of all classes of heads, and of building them."""
     found, axes, classes = outline(problem, order, tile), most_axes(problem), _tables(problem)
     masks = _mask_bytes(problem, found.kinds, tile) * (3 + sum_dtype(problem.dtype).itemsize)
-    masks += BLOCK_BYTES * _block_counts(problem)
+    compared_blocks = [-(-tile // side) + 1 for side, _ in _blocks(problem)]  # of a pair
+    pairs = found.pairs * (PAIR_BYTES + BLOCK_BYTES * math.prod(compared_blocks) * bool(compared_blocks))
     compared = min(-(-problem.q_len // tile) * -(-problem.k_len // tile), AT_ONCE)
     places = POSITION_BYTES * (1 + classes) * (problem.q_len + problem.k_len)
-    return found.pairs * _pair_bytes(problem, tile) + masks + axes * (places + BOX_BYTES * compared)
+    return pairs + masks + BLOCK_BYTES * _block_counts(problem) + axes * (places + BOX_BYTES * compared)
 
 
 def workspace_bytes(problem: Problem, order: str, tile: int) -> int:

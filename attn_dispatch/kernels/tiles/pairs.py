@@ -137,9 +137,7 @@ def pairs_of(branches: Sequence[Branch], blocks: TileBlocks | None = None) -> Pa
     return Pairs(queries, keys, full, alike, partial[examples])
 
 
-def pair_counts(
-    branches: Sequence[Branch], queries: Tensor, keys: Tensor, blocks: TileBlocks | None = None
-) -> Tensor:
+def pair_counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor, blocks: TileBlocks | None = None) -> Tensor:
     """How many times each query of a tile sees each key of another: [pairs, tile, tile], uint8 or as `blocks`."""
     found = branches[0].sees(queries, keys).view(torch.uint8)
     for branch in branches[1:]:

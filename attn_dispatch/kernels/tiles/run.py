@@ -65,7 +65,7 @@ def partial(problem: Problem, tables: Sequence[TileTable], kernel: Kernel, key_m
 
 @dataclass(frozen=True, slots=True)
 class _TilePasses:
-    """The passes over the pairs of `tables`, of all rows or of each. `hidden` bool [batch, k_len]: keys hidden by masks."""
+    """The passes over the pairs of `tables`, of all rows or of each. `hidden` bool [batch, k_len]: keys of masks."""
 
     problem: Problem
     tables: Sequence[Sequence[TileTable]]

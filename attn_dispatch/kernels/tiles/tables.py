@@ -164,15 +164,15 @@ def data_tables_of(problem: Problem, data: Tensor, tile: int) -> tuple[tuple[Til
     They are made on the CPU: of tensors on another device the first call waits for that.
     """
 
-    def make(host: Tensor) -> tuple[tuple[TileTable, ...], ...]:
-        return tuple(_placed(tables, problem.device) for tables in _data_tables(problem, host, tile))
+    def make(data: Tensor) -> tuple[tuple[TileTable, ...], ...]:
+        return tuple(_placed(tables, problem.device) for tables in _data_tables(problem, data, tile))
 
     key = "tiles", tile, problem.q_len, problem.k_len, problem.heads, sum_dtype(problem.dtype)
     return device_cache.derived_on(problem.device, data, key, make)
 
 
 def _data_tables(problem: Problem, data: Tensor, tile: int) -> tuple[tuple[TileTable, ...], ...]:
-    pattern, dtype = problem.pattern.bound(data), sum_dtype(problem.dtype)
+    pattern, dtype = problem.pattern.bound(data.cpu()), sum_dtype(problem.dtype)
     at = _tiled(None, problem.q_len, tile), _tiled(None, problem.k_len, tile)
     if isinstance(pattern, Ranges):
         return tuple((_table(range(problem.heads), each, *at, dtype),) for each in _of_ranges(pattern, *at, problem))
@@ -346,8 +346,8 @@ def data_lists_of(problem: Problem, data: Tensor, tile: int) -> TileLists:
     """As `data_tables_of`."""
     key = "lists", tile, problem.q_len, problem.k_len, problem.heads, problem.needs_grad
 
-    def make(host: Tensor) -> TileLists:
-        return _of_tables(problem, _data_tables(_on_cpu(problem), host, tile))
+    def make(data: Tensor) -> TileLists:
+        return _of_tables(problem, _data_tables(problem, data, tile))
 
     return device_cache.derived_on(problem.device, data, key, make)
 

@@ -192,8 +192,10 @@ class Given(NamedTuple):
                 found["bias"] = x.expand(problem.batch, problem.heads, -1, -1)
             elif name == "alibi_slopes":
                 found["slopes"] = x.float().expand(problem.batch, -1).contiguous()
-            else:
-                found[name] = x.contiguous() if name == "seq_lens" else x.contiguous().view(torch.uint8)
+            elif name == "seq_lens":
+                found[name] = x.contiguous()
+            elif name == "key_mask":
+                found[name] = x.contiguous().view(torch.uint8)
         return cls(**found)
 
 
