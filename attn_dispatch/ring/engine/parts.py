@@ -299,8 +299,7 @@ def _of_heads(
     elif isinstance(grid, Held):
         build, (positions, columns) = _data_tables, _sorted(positions, columns)
         kinds = {grid.head_offsets(head, problem.heads) for head in which}
-        places = (grid.places(queries, positions, problem.q_len, kind) for kind in kinds)
-        some = torch.stack([(first <= last).flatten(0, 1).any(0) for first, last in places]).any(0)
+        some = torch.stack([grid.see_any(queries, positions, problem.q_len, kind) for kind in kinds]).any(0)
         queries, numbers = queries[some], numbers[some]
     if not len(queries):
         return

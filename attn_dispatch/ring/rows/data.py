@@ -99,6 +99,11 @@ class Held(Pattern):
         order = (~some).byte().argsort(dim=1, stable=True)[:, :most]
         return torch.stack([first.gather(1, order), last.gather(1, order)])
 
+    def see_any(self, queries: Tensor, keys: Tensor, length: int, offsets: Offsets) -> Tensor:
+        """Bool [queries]: which of them see any of these keys."""
+        first, last = self.places(queries, keys, length, offsets)
+        return (first <= last).flatten(0, 1).any(0)
+
     def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
         """Of ascending keys, and one row."""
         first, last = self.places(queries, keys, q_len, offsets)[:, 0]
@@ -122,12 +127,15 @@ class Held(Pattern):
         """Keys that no query sees: bool [1 or batch, length, 1 or kv_heads, 1]; None: none."""
         key = "unseen", length, heads, kv_heads
         if key not in self.made:
-            kinds = dict.fromkeys(self.head_offsets(head, heads) for head in range(heads))
-            seen = torch.stack([self._seen(torch.arange(length), length, each) for each in kinds], 2)
-            seen = seen if len(kinds) <= kv_heads else seen.unflatten(2, (kv_heads, -1)).any(3)
-            self.made[key] = None if seen.all() else ~seen[..., None]
+            self.made[key] = make_plain(self._unseen, *key[1:])
         found: Tensor | None = self.made[key]
         return found
+
+    def _unseen(self, length: int, heads: int, kv_heads: int) -> Tensor | None:
+        kinds = dict.fromkeys(self.head_offsets(head, heads) for head in range(heads))
+        seen = torch.stack([self._seen(torch.arange(length), length, each) for each in kinds], 2)
+        seen = seen if len(kinds) <= kv_heads else seen.unflatten(2, (kv_heads, -1)).any(3)
+        return None if seen.all() else ~seen[..., None]
 
 
 def _runs(seen: Tensor) -> Tensor:
@@ -135,7 +143,7 @@ def _runs(seen: Tensor) -> Tensor:
     0 and 0 where a block of queries has fewer.
     """
     edges = pad(seen, (1, 1)).diff(dim=-1).flatten(0, 1).nonzero()  # a first and an end by turns
-    row, (first, end) = edges[::2, 0], (edges[start::2, 1] for start in (0, 1))
+    row, (first, end) = edges[::2, 0].contiguous(), (edges[start::2, 1] for start in (0, 1))
     number = torch.arange(len(row)) - torch.searchsorted(row, row)
     found = torch.zeros(2, seen.shape[0] * seen.shape[1], int(number.max()) + 1 if len(row) else 0, dtype=torch.int64)
     found[:, row, number] = torch.stack([first, end])
