@@ -98,9 +98,9 @@ def of_data(call: Call) -> Rewritten | None:
     if not isinstance(pattern, DataPattern) or not (call.packs or call.key_lens is not None):
         return None
     kind = type(pattern).__name__
+    if call.mesh is not None and call.packs:
+        raise NoBackend(f"documents and cu_seqlens cannot be given with {kind} over a mesh: let it end with them")
     if call.mesh is not None:
-        if call.packs:
-            raise NoBackend(f"documents and cu_seqlens cannot be given with {kind} over a mesh: let it end at their borders")
         return None
     if call.packs:
         check_alone(call)

@@ -47,11 +47,11 @@ def _tables(pattern: DataPattern, row: int, q_len: int, k_len: int, heads: int) 
 
 
 def interval_tables(intervals: Sequence[Tensor], k_len: int, heads: int) -> NativeTables:
-    """The tables of intervals of keys [2, intervals, q_len]: one for all heads, or of equal runs of heads, or of each."""
-    q_len, parts = intervals[0].shape[2], list[tuple[Runs, Runs]]()
+    """The tables of intervals of keys [2, intervals, q_len]: for all heads, or for equal runs of heads."""
+    q_len, parts = intervals[0].shape[2], list[list[Runs]]()
     for number, each in enumerate(intervals):
         before = number * -(-q_len // TILE)
-        parts.append(tuple((tile + before, *rest) for tile, *rest in _of_ranges(each, k_len)))  # type: ignore[arg-type]
+        parts.append([(tile + before, *rest) for tile, *rest in _of_ranges(each, k_len)])
     runs, listed = (tuple(map(torch.cat, zip(*some))) for some in zip(*parts))
     return _joined(runs, listed, len(intervals), q_len, heads)
 

@@ -330,7 +330,7 @@ def _key_tables(
 
 
 def _data_tables(problem: Problem, pattern: Held, which: range, queries: Tensor, keys: Tensor) -> tuple[Tensor, Solve]:
-    """Tables of intervals, for patterns that hold tensors, on the CPU; else as `_tile_tables`. Keys are ascending."""
+    """Tables of intervals on the CPU, for patterns that hold tensors; else as `_tile_tables`. Keys ascend."""
     by_native = not registry.load("native").refusals(replace(problem, ranks=1, pattern=Dense()))
     build: Callable[..., tuple[Tensor, Solve]] = _interval_tables if by_native else _tile_tables
     sees_any, solves = zip(*(build(problem, row, which, queries, keys) for row in pattern.rows()))
