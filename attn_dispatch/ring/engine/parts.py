@@ -338,7 +338,7 @@ def _data_tables(problem: Problem, pattern: Held, which: range, queries: Tensor,
         return sees_any[0], solves[0]
 
     def solve(part: Problem, key_mask: Tensor | None) -> Passes:
-        masks = [None] * len(solves) if key_mask is None else key_mask.split(1)
+        masks = [None] * len(solves) if key_mask is None else torch.split(key_mask, 1)
         return ByRow(tuple(each(replace(part, batch=1), mask) for each, mask in zip(solves, masks)))
 
     return torch.stack(sees_any).any(0), solve

@@ -20,7 +20,8 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Offsets, Reach
 from attn_dispatch.spec.tracing import make_plain
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +52,13 @@ class Held(Pattern):
     @classmethod
     def _of(cls, pattern: DataPattern, form: Form) -> Held:
         data = pattern.data.detach().cpu()
-        digest = hashlib.sha256(data.contiguous().view(torch.uint8).numpy()).hexdigest()
+        digest = hashlib.sha256(data.contiguous().view(torch.uint8).numpy().data).hexdigest()
         return cls(form.bound(data), form, f"{list(data.shape)} {digest[:16]}")
 
     def rows(self) -> list[Held]:
         """The pattern of each row of the batch; of all rows, where they share it."""
         axis = 1 if isinstance(self.whole, Ranges) else 0
-        data = self.whole.data.split(1, axis)
+        data = torch.split(self.whole.data, 1, axis)
         return [self] if len(data) == 1 else [replace(self, whole=self.form.bound(x), made={}) for x in data]
 
     def head_offsets(self, head: int, heads: int) -> Offsets:
@@ -78,7 +79,7 @@ class Held(Pattern):
             return torch.stack([first.clamp(min=0), last.clamp(max=length - 1)])
         assert isinstance(self.whole, Blocks)
         (qb, kb), counts = self.whole.size, self.whole.block_counts(length)
-        blocks, at = (queries // qb).unique(return_inverse=True)
+        blocks, at = torch.unique(queries // qb, return_inverse=True)
         counts = counts[:, offsets[0] or 0 if offsets else 0, blocks]
         times = range(1, int(counts.max()) + 1) if counts.numel() else ()
         none = torch.zeros(2, *counts.shape[:2], 1, dtype=torch.int64)
@@ -88,19 +89,28 @@ class Held(Pattern):
         cuts = [band.between(queries, length) for band in bands]
         return torch.cat([torch.stack([first.maximum(low), (stop - 1).minimum(high)]) for low, high in cuts], 2)
 
+    def _different(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries that stand for all that see the same keys, and which of them stands for each."""
+        if isinstance(self.whole, Blocks) and self.whole.within == Dense():
+            blocks, at = torch.unique(queries // self.whole.size[0], return_inverse=True)
+            return blocks * self.whole.size[0], at
+        return queries, torch.arange(len(queries))
+
     def places(self, queries: Tensor, keys: Tensor, length: int, offsets: Offsets) -> Tensor:
         """The same among some keys, by their places; `keys` are ascending positions."""
+        queries, at = self._different(queries)
         first, last = self.intervals(queries, length, offsets)
         first, last = torch.searchsorted(keys, first), torch.searchsorted(keys, last, right=True) - 1
         some = first <= last
         most = max(1, int(some.sum(1).max())) if some.numel() else 1
         order = (~some).byte().argsort(dim=1, stable=True)[:, :most]
-        return torch.stack([first.gather(1, order), last.gather(1, order)])
+        return torch.stack([first.gather(1, order), last.gather(1, order)])[..., at]
 
     def see_any(self, queries: Tensor, keys: Tensor, length: int, offsets: Offsets) -> Tensor:
         """Bool [queries]: which of them see any of these keys."""
         first, last = self.places(queries, keys, length, offsets)
-        return (first <= last).flatten(0, 1).any(0)
+        found: Tensor = torch.any((first <= last).flatten(0, 1), 0)
+        return found
 
     def reaches(self, queries: Tensor, keys: Tensor, q_len: int, k_len: int, offsets: Offsets) -> list[Reach]:
         """The normal form for ascending keys, of a pattern that rows of the batch share."""
@@ -113,9 +123,7 @@ class Held(Pattern):
 
     def _seen(self, queries: Tensor, length: int, offsets: Offsets) -> Tensor:
         """Bool [rows, length]: the keys that any of these queries sees."""
-        if isinstance(self.whole, Blocks) and self.whole.within == Dense():
-            queries = (queries // self.whole.size[0]).unique() * self.whole.size[0]
-        first, last = self.intervals(queries, length, offsets).flatten(2)
+        first, last = self.intervals(self._different(queries)[0], length, offsets).flatten(2)
         some = first <= last
         edges, one = torch.zeros(len(first), length + 1, dtype=torch.int64), some.long()
         edges.scatter_add_(1, first.where(some, length), one).scatter_add_(1, (last + 1).where(some, length), -one)
@@ -132,7 +140,7 @@ class Held(Pattern):
     def _unseen(self, length: int, heads: int, kv_heads: int) -> Tensor | None:
         kinds = dict.fromkeys(self.head_offsets(head, heads) for head in range(heads))
         seen = torch.stack([self._seen(torch.arange(length), length, each) for each in kinds], 2)
-        seen = seen if len(kinds) <= kv_heads else seen.unflatten(2, (kv_heads, -1)).any(3)
+        seen = seen if len(kinds) <= kv_heads else torch.unflatten(seen, 2, (kv_heads, -1)).any(3)
         return None if seen.all() else ~seen[..., None]
 
 
@@ -147,7 +155,7 @@ def _runs(seen: Tensor) -> Tensor:
     most = int(number.max()) + 1 if len(row) else 0
     found = torch.zeros(2, seen.shape[0] * seen.shape[1], most, dtype=torch.int64)
     found[:, row, number] = torch.stack([first, end])
-    return found.unflatten(1, seen.shape[:2])
+    return torch.unflatten(found, 1, seen.shape[:2])
 
 
 class Kept(Generic[P, T]):
