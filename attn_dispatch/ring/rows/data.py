@@ -22,6 +22,7 @@ from attn_dispatch.spec.tracing import make_plain
 
 P = ParamSpec("P")
 T = TypeVar("T")
+AT_ONCE = 2**14  #: queries whose keys are marked at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +124,12 @@ class Held(Pattern):
 
     def _seen(self, queries: Tensor, length: int, offsets: Offsets) -> Tensor:
         """Bool [rows, length]: the keys that any of these queries sees."""
-        first, last = self.intervals(self._different(queries)[0], length, offsets).flatten(2)
-        some = first <= last
-        edges, one = torch.zeros(len(first), length + 1, dtype=torch.int64), some.long()
-        edges.scatter_add_(1, first.where(some, length), one).scatter_add_(1, (last + 1).where(some, length), -one)
+        edges = torch.zeros(len(self.rows()), length + 1, dtype=torch.int64)
+        for part in torch.split(self._different(queries)[0], AT_ONCE):
+            first, last = self.intervals(part, length, offsets).flatten(2)
+            one, none = (first <= last).long(), first > last
+            edges.scatter_add_(1, first.masked_fill(none, length), one)
+            edges.scatter_add_(1, (last + 1).masked_fill(none, length), -one)
         return edges[:, :-1].cumsum(1) > 0
 
     def unseen(self, length: int, heads: int, kv_heads: int) -> Tensor | None:
