@@ -173,7 +173,7 @@ def test_what_no_query_sees_reaches_nothing(ranks: Ranks, name: str, dtype: torc
     pattern, tokens, heads, kv_heads = PATTERNS[name]
     example = oracle_of(pattern, tokens, heads, kv_heads, dtype).example
     counts = pattern.multiplicity(tokens, heads=heads).expand(2, heads, tokens, tokens)
-    unseen = ~(counts > 0).any(2).unflatten(1, (kv_heads, -1)).any(2).transpose(1, 2)[..., None]
+    unseen = ~torch.unflatten((counts > 0).any(2), 1, (kv_heads, -1)).any(2).transpose(1, 2)[..., None]
     assert unseen.any()
     k, v = (x.detach().masked_fill(unseen, math.nan).requires_grad_() for x in (example.k, example.v))
     oracle = Oracle.of(replace(example, k=k, v=v))
@@ -192,7 +192,7 @@ def needed(pattern: Data, layout: Layout, heads: int, kv_heads: int) -> list[int
     found = []
     for rank in range(layout.ranks):
         at = positions_of(layout, rank)
-        own = seen[:, at].any(1).unflatten(0, (kv_heads, -1)).any(1)
+        own = torch.unflatten(seen[:, at].any(1), 0, (kv_heads, -1)).any(1)
         own[:, at] = False
         found.append(int(own.sum()))
     return found
@@ -328,12 +328,13 @@ def without_caller_modes(name: str) -> bool:
     pattern, tokens, heads, kv_heads = PATTERNS[name]
     mesh, pattern = Sharded(ring_ranks.group(), ZIGZAG), copy.deepcopy(pattern)
     whole = torch.randn(2, tokens, heads, 8, generator=drawn(1))
-    q, k, v = (shard(x, mesh) for x in (whole, *[whole[:, :, :kv_heads]] * 2))
+    few = whole[:, :, :kv_heads]
+    q, k = shard(whole, mesh), shard(few, mesh)
     with torch.inference_mode(), torch.device("meta"):
-        found = attend(q, k, v, pattern=pattern, mesh=mesh)
-    out = attend(*(x.requires_grad_() for x in (q, k, v)), pattern=pattern, mesh=mesh)
+        found = attend(q, k, k, pattern=pattern, mesh=mesh)
+    out = attend(q.requires_grad_(), k.requires_grad_(), k, pattern=pattern, mesh=mesh)
     out.sum().backward()
-    expected = formula(whole, *[whole[:, :, :kv_heads]] * 2, pattern)[0]
+    expected = formula(whole, few, few, pattern)[0]
     return torch.equal(found, out) and close(out, shard(expected, mesh))
 
 
