@@ -18,12 +18,13 @@ from torch.nn import functional
 from attn_dispatch import recording
 from attn_dispatch.calls import graph_runs
 from attn_dispatch.calls.rewrites import REWRITES, explained
-from attn_dispatch.calls.routes import forward_ad, mode_count, new_route, routes
+from attn_dispatch.calls.routes import forward_ad, mode_count, new_route, route_of_data, routes
 from attn_dispatch.calls.widths import is_empty, unequal
 from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call
 from attn_dispatch.spec.torch_settings import current_flash, deterministic_or_warning, matmul_precision, only_warning
@@ -116,6 +117,7 @@ def attend(
     ):  # fmt: skip
         key = route = None
     else:
+        key = None
         try:
             route = routes.get(key := (
                 q.shape, k.numel(), pattern, segment_lengths, dilation_rates, is_causal, dropout_p, scale, layout,
@@ -133,7 +135,8 @@ def attend(
             ):
                 route = route.next_route
         except (TypeError, AttributeError, RuntimeError):
-            key = route = None  # decided outside the handler, so that exceptions are not chained to this one
+            # Decided outside the handler, so that exceptions are not chained to this one.
+            key, route = key if isinstance(pattern, DataPattern) else None, None
     if route is None:
         call = Call(
             q, k, v, pattern, segment_lengths, dilation_rates, is_causal, seq_lens, key_mask, dropout_p, scale, layout,
@@ -169,6 +172,10 @@ def _rewritten(call: Call, key: Any = None) -> Any:
     Args:
         key: that of its route, once it has one.
     """
+    if key is not None and isinstance(call.pattern, DataPattern):
+        key, route = route_of_data(call, call.pattern, key)
+        if route is not None:
+            return route.attended(call)
     for rewrite in REWRITES:
         found = rewrite(call)
         if found is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
 from attn_dispatch.kernels.dense import VERSION
-from attn_dispatch.kernels.flex import attention, requirements
+from attn_dispatch.kernels.flex import attention, documents, requirements
 from attn_dispatch.kernels.limits import dotted
 from attn_dispatch.machine.environment import installed
 from attn_dispatch.spec.orders import NATURAL, Reordered
@@ -19,6 +19,7 @@ from attn_dispatch.spec.problem import Problem
 
 name = "flex"
 score_terms = ("softcap", "bias", "alibi_slopes")
+takes_data = True
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU_RELEASE = (2, 13)  #: of torch; the CPU kernel is not tested with older ones
@@ -87,6 +88,18 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v, tensors.get("bias"), tensors.get("alibi_slopes"))
     return attention.run(q, k, v, problem, _compiled(problem, order), **tensors)
+
+
+def takes_documents(problem: Problem) -> bool:
+    return documents.takes(problem) and not refusals(documents.as_ranges(problem))
+
+
+def run_documents(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    refuse_tangents(name, q, k, v, tensors.get("alibi_slopes"))
+    compiled = _compiled(documents.as_ranges(problem), NATURAL)
+    return documents.run(q, k, v, problem, lengths, compiled, tensors)
 
 
 _compiled = attention.kept(attention.made)

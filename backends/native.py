@@ -20,7 +20,7 @@ from attn_dispatch.kernels.native import data_tables, library, tables
 from attn_dispatch.kernels.native import run as passes
 from attn_dispatch.kernels.native.run import DTYPES, HEAD_DIM, NO_ADDRESS, NativePasses
 from attn_dispatch.kernels.native.tables import PERIOD_LIMIT, NativeTables, native_tables
-from attn_dispatch.spec.data import DataPattern, Form
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -106,6 +106,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATUR
     return _run(q, k, v, problem, (native_tables(problem, order),), tensors)
 
 
+def _shown(bias: Tensor) -> Tensor:
+    """A bounded bias with +inf for NaN, which the kernel would take for its least number: a row's maximum of +inf makes
+    the row NaN.
+    """
+    return bias.nan_to_num_(math.inf, math.inf, -math.inf)
+
+
 def run_documents(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor
 ) -> Result:
@@ -123,17 +130,18 @@ def _run(
     refuse_tangents(name, q, k, v, tensors.get("bias"), tensors.get("alibi_slopes"))
     lengths = None if seq_lens is None else seq_lens.long().contiguous()
     bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
-    wide = None if bias is None else bounded(bias.detach(), torch.float32)
+    wide = None if bias is None else _shown(bounded(bias.detach(), torch.float32))
     slopes = None if slopes is None else slopes.float().resolve_neg().contiguous()
     native: Passes
     if parts:
         native = NativePasses(problem, parts[0], seen, lengths, wide, slopes, parts[1:])
     else:
-        pattern = problem.pattern.bound(tensors["pattern_data"])
-        assert isinstance(pattern, DataPattern)
-        native = data_tables.passes_of(pattern, problem, seen, lengths, wide, slopes)
-    # Its masks keep the kernel from reading keys; a bias does not.
-    call = native if bias is None else Hidden.of(problem, tensors, pattern=False, masked_keys=False).around(native)
+        native = data_tables.passes_of(problem, tensors["pattern_data"], seen, lengths, wide, slopes)
+    # Masks and tables keep the kernel from reading keys. A bias does not; nor what blocks are within, nor padding, which
+    # leave some of a tile's queries, where the keys that they do not see are read.
+    cut = isinstance(problem.pattern, Form) and (problem.has_seq_lens or getattr(problem.pattern, "within", Dense()) != Dense())
+    hidden = Hidden.of(problem, tensors, pattern=cut, masked_keys=False) if cut or bias is not None else None
+    call = native if hidden is None else hidden.around(native)
     if problem.needs_grad:
         return differentiable(q, k, v, call, (bias, seen, lengths, slopes, tensors.get("pattern_data")))
     plain = isinstance(call, NativePasses) and not problem.return_lse

@@ -81,8 +81,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
     kernel, plan = _prepared(problem)
     data, biases = tensors.get("pattern_data"), tuple[branches.Bias, ...]()
     if data is not None:
-        key = "sdpa_mask", problem.q_len, problem.k_len, problem.heads, numerics.sum_dtype(problem.dtype)
-        biases = derived(data, key, lambda: make_plain(_masks, problem, problem.pattern.bound(data)))
+        biases = derived(data, (name, _key(problem)), lambda: make_plain(_masks, problem, problem.pattern.bound(data)))
     elif not _is_plain(problem):
         biases = _biases(problem)
     return branches.run(q, k, v, problem, plan, kernel, tensors, _with_score_terms(problem, biases, tensors))

@@ -12,12 +12,14 @@ from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.tiles import estimates
 from attn_dispatch.kernels.tiles import run as tile_math
 from attn_dispatch.kernels.tiles.estimates import PAIR_LIMIT, estimated_keys, estimated_pairs
-from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, tables_of
+from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, data_tables_of, tables_of
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL, ORDERS, Reordered, check, serves
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 
 name = "tiles"
+takes_data = True
 all_orders = ORDERS
 
 PATTERNS = (Dense, Window, Dilated, Neighborhood, Reordered)
@@ -31,13 +33,13 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     found = (CPU_FLASH if problem.device.type == "cpu" else CUDA_EFFICIENT).refusals(problem)
-    other = refuse_pattern(problem, PATTERNS)
+    other = refuse_pattern(problem, (*PATTERNS, Form))
     if other:
         return found + other
     pairs = max(_pairs(problem, order) for order in orders(problem))
     if pairs > PAIR_LIMIT:
         found.append(Refusal("pattern", f"{problem.pattern} makes about {pairs} pairs of tiles, over {PAIR_LIMIT}"))
-    if (branches := len(problem.pattern.natural.branches)) > MAX_BRANCHES:
+    if (branches := estimates.branch_count(problem)) > MAX_BRANCHES:
         found.append(Refusal("pattern", f"takes {MAX_BRANCHES} branches, not {branches}"))
     return found
 
@@ -68,8 +70,9 @@ def run(
     tile: int | None = None,
     **tensors: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute. `tile`: tokens per tile, a multiple of 4; by default `tile_size`."""
-    tables = tables_of(problem, check(order), tile or tile_size(problem, order))
+    """Compute. `tile`: tokens per tile, a multiple of 4; by default `tile_size`. Masks made of data have one order."""
+    size, data = tile or tile_size(problem, check(order)), tensors.get("pattern_data")
+    tables = (tables_of(problem, order, size),) if data is None else data_tables_of(problem, data, size)
     return tile_math.run(q, k, v, problem, tables, kernel_of(problem), **tensors)
 
 

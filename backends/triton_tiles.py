@@ -1,11 +1,12 @@
-"""Fused Triton kernels over tile pairs with visible keys: Neighborhood and Dilated, in any token order.
+"""Fused Triton kernels over tile pairs with visible keys: Neighborhood, Dilated, and masks made of data.
 
-Tokens are read by position; nothing is gathered or permuted in memory. Besides results there are lse, one more sum per
+In any token order, tokens are read by position; nothing is gathered or permuted in memory. Besides results there are lse, one more sum per
 query, and the lists of `kernels/tiles/tables`. The kernels are `forward` and `backward` in `kernels/triton`.
 
 The backend `triton` has no runs for Neighborhood, and with Dilated it reads a key once for each branch, this one once
 for all. Tokens that the caller stores in another order are tiled as stored. Dense and Window are left to `triton`,
-which computes the same tiles and needs no lists.
+which computes the same tiles and needs no lists. The lists of `Ranges` and `Blocks` are made on the CPU: the first call
+with a pattern's tensors waits for the device, later ones do not.
 """
 
 from __future__ import annotations
@@ -26,22 +27,26 @@ from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.tiles.estimates import (
     PAIR_LIMIT,
+    branch_count,
     estimated_keys,
     estimated_pairs,
+    tables_per_head,
     tile_lists_bytes,
     tile_table_bytes,
 )
-from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, forget_lists, tile_lists_of
+from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, data_lists_of, forget_lists, tile_lists_of
 from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped
 from attn_dispatch.kernels.triton.passes import Lists, Tables, TritonPasses
 from attn_dispatch.kernels.triton.support import NOTHING, Given, TritonKernel, fitting_blocks, kernels_of
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
 name = "triton_tiles"
 score_terms = ("softcap", "bias", "alibi_slopes")
+takes_data = True
 shares_builds = specialized_trains = True
 all_orders = ORDERS
 
@@ -70,12 +75,13 @@ def version() -> str:
 
 def refusals(problem: Problem) -> list[Refusal]:
     natural = problem.pattern.natural
-    found = support.refusals(replace(problem, pattern=natural), PATTERNS)
-    if len(natural.branches) > MAX_BRANCHES:
-        found.append(Refusal("pattern", f"takes {MAX_BRANCHES} branches, not {len(natural.branches)}"))
+    known = (Form,) if isinstance(natural, Form) else PATTERNS
+    found = support.refusals(replace(problem, pattern=natural), known)
+    if (branches := branch_count(problem)) > MAX_BRANCHES:
+        found.append(Refusal("pattern", f"takes {MAX_BRANCHES} branches, not {branches}"))
     if not found:
         pairs = max(_pairs(problem, order) for order in orders(problem))
-        every = pairs * len(head_classes(problem.pattern, problem.heads))
+        every = pairs * len(head_classes(problem.pattern, problem.heads)) * tables_per_head(problem)
         if pairs > PAIR_LIMIT or every > LIST_LIMIT:
             text = f"{problem.pattern} makes about {pairs} pairs of tiles, over {PAIR_LIMIT}"
             if pairs <= PAIR_LIMIT:
@@ -107,7 +113,7 @@ def workspace_bytes(problem: Problem) -> int:
     """The most bytes in any order of `orders`, lists included."""
     # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
     sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
-    sums += copied_bytes(problem, masked_keys=False, padding=False)
+    sums += copied_bytes(problem, masked_keys=False, padding=isinstance(problem.pattern, Form))
     sums += support.given_bytes(problem)
     return sums + max(_list_bytes(problem, order) for order in orders(problem))
 
@@ -133,9 +139,11 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v, *tensors.values())
+    hiding = {name: tensors[name] for name in ("seq_lens", "pattern_data") if "pattern_data" in tensors}
+    data = tensors.pop("pattern_data", None)
     given = Given.of(problem, tensors)
-    call = Hidden.of(problem).around(_passes(problem, order, tile, given))
-    found = differentiable(q, k, v, call, given) if problem.needs_grad else call.forward(q, k, v)
+    call = Hidden.of(problem, hiding, masked_keys=False).around(_passes(problem, order, tile, data, given))
+    found = differentiable(q, k, v, call, (*given, data)) if problem.needs_grad else call.forward(q, k, v)
     note(name, problem, tile)
     return found
 
@@ -144,7 +152,7 @@ def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
     tile = tile_size(problem, NATURAL)
-    calls = _passes(problem, NATURAL, tile, NOTHING, True, True, {})
+    calls = _passes(problem, NATURAL, tile, None, NOTHING, True, True, {})
     return None if heads_first else passes.specialized(name, problem, calls, _list_bytes(problem, NATURAL))
 
 
@@ -168,20 +176,23 @@ def block_configs(each: TritonKernel, problem: Problem, tile: int) -> tuple[Bloc
     return tuple(dict.fromkeys(clipped(block, tile, tile) for block in found))
 
 
-def _passes(problem: Problem, order: str, tile: int, *more: Any) -> TritonPasses:
+def _passes(problem: Problem, order: str, tile: int, data: Tensor | None, *more: Any) -> TritonPasses:
     kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
-    blocks, lists = (lambda each: block_configs(each, problem, tile)), partial(_lists, problem, order, tile)
+    blocks, lists = (lambda each: block_configs(each, problem, tile)), partial(_lists, problem, order, tile, data)
     return TritonPasses(problem, kernels, blocks, lists, *more)
 
 
-def _lists(problem: Problem, order: str, tile: int, each: TritonKernel, block: BlockConfig) -> Lists:
-    found = tile_lists_of(problem, order, tile)
+def _lists(
+    problem: Problem, order: str, tile: int, data: Tensor | None, each: TritonKernel, block: BlockConfig
+) -> Lists:
+    found = tile_lists_of(problem, order, tile) if data is None else data_lists_of(problem, data, tile)
     side, rows, columns = found.keys, found.k_pos, found.q_pos
     if each.side == "queries":
         side, rows, columns = found.queries, columns, rows
     assert side is not None
-    tables = Tables(side.spans, side.pairs, None, found.kind_of, rows, columns, found.masks, found.reach)
-    return Lists(len(rows) // block.rows, 1, tables, tile=tile)
+    masks = found.masks, found.reach, found.counts, found.block_at
+    tables = Tables(side.spans, side.pairs, None, found.kind_of, rows, columns, *masks)
+    return Lists(len(rows) // block.rows, 1, tables, tile=tile, by_row=len(found.kind_of) > problem.heads)
 
 
 def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:

@@ -98,27 +98,55 @@ def of_data(call: Call) -> Rewritten | None:
     if not isinstance(pattern, DataPattern) or not (call.packs or call.key_lens is not None):
         return None
     kind = type(pattern).__name__
-    if call.mesh is not None and call.packs:
-        raise NoBackend(f"documents and cu_seqlens cannot be given with {kind} over a mesh: let it end with them")
     if call.mesh is not None:
+        if call.packs:
+            raise NoBackend(f"documents and cu_seqlens with {kind} over a mesh: let it end at their borders")
         return None
-    if call.packs:
-        check_alone(call)
-        if not isinstance(pattern, Ranges):
-            raise InvalidInput(f"documents and cu_seqlens cannot be given with {kind}: let its table name the blocks")
-        problem = Problem.of_call(call, may_be_empty=True)
-        lengths = lengths_of(call, problem.batch, problem.q_len, problem.k_len)
+    if call.key_lens is not None:
+        return _masked_after(call, pattern)
+    check_alone(call)
+    if not isinstance(pattern, Ranges):
+        raise InvalidInput(f"documents and cu_seqlens cannot be given with {kind}: let its table name the blocks")
+    operators.check_whole(call)
+    problem = Problem.of_call(call._replace(v=call.k), may_be_empty=True)  # values may have another width
+    lengths = lengths_of(call, problem.batch, problem.q_len, problem.k_len)
+    if call.q.numel():
         ends = [torch.tensor(row).cumsum(0).repeat_interleave(torch.tensor(row)) for row in lengths]
         sizes = [torch.tensor(row).repeat_interleave(torch.tensor(row)) for row in lengths]
         high, size = (torch.stack(each).to(pattern.device) for each in (ends, sizes))
-        return Rewritten([call.with_pattern(pattern.clipped(high - size, high - 1), documents=None, cu_seqlens=None)], only)
+        pattern = pattern.clipped(high - size, high - 1)
+    return Rewritten([call.with_pattern(pattern, documents=None, cu_seqlens=None)], only)
+
+
+def _masked_after(call: Call, pattern: DataPattern) -> Rewritten:
+    """The call with a mask in place of key_lens."""
+    lengths, kind = _lengths_of_keys(call), type(pattern).__name__
     if isinstance(pattern, Blocks) and pattern.within != Dense():
         raise InvalidInput(f"key_lens cannot be given with {kind} within {pattern.within}: its rows end at one key")
-    lengths, keys = _integers("key_lens", call.key_lens, read=False), call.k.shape[call.layout.index("n")]
-    if list(lengths.shape) != [call.k.shape[0]]:
-        raise InvalidInput(f"key_lens must have shape [batch] = [{call.k.shape[0]}], got {list(lengths.shape)}")
-    there = torch.arange(keys, device=lengths.device) < lengths[:, None]
+    if call.alibi_slopes is not None:
+        raise InvalidInput(f"key_lens cannot be given with {kind} and alibi_slopes: their distances end at one key")
+    keys = call.k.shape[call.layout.index("n")]
+    if lengths.device.type == "cpu":
+        _check_range(read_on_host("key_lens", lengths).tolist(), keys)
+    there = torch.arange(keys, device=call.q.device) < lengths.to(call.q.device)[:, None]
     return Rewritten([call._replace(key_lens=None, key_mask=there if call.key_mask is None else call.key_mask & there)], only)
+
+
+def _lengths_of_keys(call: Call) -> Tensor:
+    """`key_lens`, of which the values are not read. Raises InvalidInput: see `key_lens`."""
+    for name in ("mesh", "seq_lens", "documents", "cu_seqlens"):
+        if getattr(call, name) is not None:
+            raise InvalidInput(f"key_lens cannot be given with {name}")
+    operators.check_whole(call)
+    lengths, batch = _integers("key_lens", call.key_lens, read=False), call.k.shape[0]
+    if list(lengths.shape) != [batch]:
+        raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
+    return lengths
+
+
+def _check_range(lengths: list[int], k_len: int) -> None:
+    if not all(0 <= length <= k_len for length in lengths):
+        raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths)}")
 
 
 def key_lens(call: Call) -> Rewritten | None:
@@ -129,15 +157,9 @@ def key_lens(call: Call) -> Rewritten | None:
     """
     if call.key_lens is None:
         return None
-    for name in ("mesh", "seq_lens", "documents", "cu_seqlens"):
-        if getattr(call, name) is not None:
-            raise InvalidInput(f"key_lens cannot be given with {name}")
-    operators.check_whole(call)
+    lengths = _lengths_of_keys(call)
     if (alike := widths(call)) is not None:
         return alike
-    lengths, batch = _integers("key_lens", call.key_lens, read=False), call.k.shape[0]
-    if list(lengths.shape) != [batch]:
-        raise InvalidInput(f"key_lens must have shape [batch] = [{batch}], got {list(lengths.shape)}")
     whole = _of_all_keys(call, lengths)
     on_device = whole is not None and lengths.device.type in device_cache.DEVICES
     rows, found = [] if on_device else _by_key_lens(call), list[ResolvedCall | None]()  # which checks the lengths
@@ -209,8 +231,7 @@ def _by_key_lens(call: Call) -> list[Call]:
     """A call for each run of rows with equally many keys: views, with what goes by row of the other tensors."""
     tokens, lengths = call.layout.index("n"), _integers("key_lens", call.key_lens).tolist()
     k_len = call.k.shape[tokens]
-    if not all(0 <= length <= k_len for length in lengths):
-        raise InvalidInput(f"key_lens must lie in 0..{k_len}, got {_shortened(lengths)}")
+    _check_range(lengths, k_len)
     key_mask, bias, slopes = call.key_mask, call.bias, call.alibi_slopes
     calls, first = [], 0
     for length, same in groupby(lengths):

@@ -16,8 +16,9 @@ from attn_dispatch.decisions.call import ResolvedCall, made
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.problem import Call, Problem
-from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values
+from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_seq_lens_values
 from attn_dispatch.spec.torch_settings import matmul_precision
 from attn_dispatch.text import titled
 
@@ -73,6 +74,30 @@ forward_ad = tracing.forward_ad
 routes: dict[Any, Route] = {}
 process_state.register(process_state.ROUTES, routes.clear)
 process_state.register(process_state.ON_DEVICE, routes.clear)
+
+
+def route_of_data(call: Call, pattern: DataPattern, key: Any) -> tuple[Any, Route | None]:
+    """The key of a call with the facts of its pattern's tensors in place of these; and its route, if there is one.
+
+    Its calls are checked as the first one was; what depends on shapes and devices alone is in the key.
+    """
+    if call.q.ndim != 4 or call.k.ndim != 4 or call.layout not in LAYOUTS:
+        return None, None  # which raises
+    n, h = call.layout.index("n"), call.layout.index("h")
+    k_len = call.k.shape[n]
+    form = pattern.form(k_len, call.q.shape[h], call.k.shape[h])
+    key = *key[:2], (form, pattern.data.shape, pattern.device), *key[3:]
+    try:
+        route = routes.get(key)
+    except TypeError:  # another argument is a list
+        return None, None
+    while route is not None and not (
+        route.fits(*call.qkv) and (route.precision is None or route.precision == matmul_precision())
+    ):
+        route = route.next_route
+    if route is not None:
+        pattern.check(call.q.shape[n], k_len)
+    return key, route
 
 
 def new_route(call: Call, key: Any) -> Route:

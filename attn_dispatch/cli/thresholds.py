@@ -1,4 +1,6 @@
-"""The output of `inspect --thresholds`: lengths above which a token order is faster, and the measured gains."""
+"""The output of `inspect --thresholds`: lengths above which a token order is faster, densities below which skipping what
+a mask made of data hides is, and the measured gains.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ from typing import Any
 from attn_dispatch.cli import stored
 from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.tables import Table, print_json
-from attn_dispatch.learning.speedups import SpeedupSeries, all_series, family_title
+from attn_dispatch.learning.speedups import PER_DENSITY, SpeedupSeries, all_series, density_series, family_title
 from attn_dispatch.learning.thresholds import MIN_LENGTHS, Threshold, by_length, threshold_of
+from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import where_true
 
+DENSITY_HEAD = ("mask", "shape", "dtype", "direction", "densities", "gain at the sparsest", "pays")
+DENSITY_LEFT = {0, 1, 2, 3, 6}
 HEAD = ("pattern", "dtype", "head_dim", "direction", "order", "lengths", "gain at the longest", "pays")
 LEFT = {0, 1, 3, 4, 7}
 NOTHING = (
@@ -25,19 +30,69 @@ EXPLAINED = (
     "gain: time of the best candidate in natural order / time of the best in this order, permuting included",
     "an order pays where the lower end of the gain's interval is above 1 at this and all longer lengths",
 )
+DENSITY_EXPLAINED = (
+    "gain: time of the fastest backend that computes all pairs and masks / time of the fastest that skips blocks",
+    "skipping pays where the lower end of the gain's interval is above 1 at this and all lower densities",
+)
 
 
 def run(folder: Path, as_json: bool) -> int:
     """Print the thresholds of all families of problems timed in more than one order; returns the exit code."""
-    found = all_series(decision for _, decision in stored.decisions(folder))
+    decisions = [decision for _, decision in stored.decisions(folder)]
     if as_json:
-        print_json({"folder": str(folder), "thresholds": to_dicts(found)})
+        print_json({"folder": str(folder), **to_dicts(decisions)})
     else:
-        print(*lines(found), sep="\n")
+        print(*lines(decisions), sep="\n")
     return 0
 
 
-def lines(found: Iterable[SpeedupSeries]) -> list[str]:
+def lines(decisions: Sequence[Decision]) -> list[str]:
+    """What there is of orders and densities."""
+    return [*_order_lines(all_series(decisions)), *_density_lines(density_series(decisions))] or [NOTHING]
+
+
+def _density_lines(found: Iterable[SpeedupSeries]) -> list[str]:
+    """A table for each silicon."""
+    printed: list[str] = []
+    for silicon, members in groupby(paired(found), key=lambda pair: pair[0].silicon):
+        rows = [_density_cells(*pair) for pair in members]
+        printed += [f"silicon   {silicon}", "", *Table(DENSITY_HEAD, rows, DENSITY_LEFT).lines(), ""]
+    return [*printed, *DENSITY_EXPLAINED] if printed else []
+
+
+def _density_cells(series: SpeedupSeries, threshold: Threshold | None) -> list[str]:
+    points, problem = by_length(series.speedups), series.problem
+    q, heads = (problem.get(name) for name in ("q_len", "heads"))
+    keys = "" if problem.get("k_len") == q else f" x {problem.get('k_len')}"
+    shape = f"{problem.get('batch')} x {q}{keys}, {heads}/{problem.get('kv_heads')} heads of {problem.get('head_dim')}"
+    sparsest = ratio_text(points[-1].low, points[-1].factor, points[-1].high) if points else "-"
+    what = family_title(series.family), shape, str(problem.get("dtype")), _direction(series)
+    return [*what, str(len(points)), sparsest, density_text(threshold)]
+
+
+def density_text(threshold: Threshold | None) -> str:
+    """`below 23 % (18 % - 25 %)`."""
+    if threshold is None:
+        return f"needs more densities: {MIN_LENGTHS} at least"
+    at, low, high = (None if n is None else f"{100 * PER_DENSITY / n:.2g} %" for n in (threshold.tokens, threshold.low, threshold.high))
+    if at is None:
+        return f"never (down to {low} measured)"
+    return f"up to {at}, the densest measured" if low is None else f"below {at} ({high} - {low})"
+
+
+def _density_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:
+    """As `_to_dict`, with densities in place of lengths."""
+    plain = _to_dict(series, threshold)
+    shape = {name: series.problem.get(name) for name in ("batch", "q_len", "k_len", "heads", "kv_heads")}
+    names = {"tokens": "density", "low": "high", "high": "low"}  # the farther, the sparser
+    ends = {name: None if plain[old] is None else PER_DENSITY / plain[old] for old, name in names.items()}
+    points = [{"density": PER_DENSITY / each.pop("tokens"), **each} for each in plain.pop("points")]
+    verdict = "below" if plain["verdict"] == "above" else plain["verdict"]
+    kept = {name: plain[name] for name in ("silicon", "group", "pattern", "dtype", "head_dim", "direction")}
+    return {**kept, **shape, "verdict": verdict, **ends, "points": points}
+
+
+def _order_lines(found: Iterable[SpeedupSeries]) -> list[str]:
     """A table for each silicon, and a picture of each threshold."""
     printed: list[str] = []
     for silicon, members in groupby(paired(found), key=lambda pair: pair[0].silicon):
@@ -46,7 +101,7 @@ def lines(found: Iterable[SpeedupSeries]) -> list[str]:
         for series, threshold in pairs:
             if threshold is not None:
                 printed += [*_picture(series, threshold), ""]
-    return [*printed, *EXPLAINED] if printed else [NOTHING]
+    return [*printed, *EXPLAINED] if printed else []
 
 
 def paired(found: Iterable[SpeedupSeries]) -> list[tuple[SpeedupSeries, Threshold | None]]:
@@ -71,9 +126,10 @@ def _name(series: SpeedupSeries) -> list[str]:
     return [family_title(series.family), *what, series.order]
 
 
-def to_dicts(found: Iterable[SpeedupSeries]) -> list[dict[str, Any]]:
+def to_dicts(decisions: Sequence[Decision]) -> dict[str, list[dict[str, Any]]]:
     """Plain values for JSON; lengths in tokens."""
-    return [_to_dict(*pair) for pair in paired(found)]
+    orders, densities = (paired(series(decisions)) for series in (all_series, density_series))
+    return {"thresholds": [_to_dict(*pair) for pair in orders], "densities": [_density_dict(*pair) for pair in densities]}
 
 
 def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:

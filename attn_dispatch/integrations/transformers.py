@@ -28,8 +28,9 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import unmasked
 from attn_dispatch.integrations.attention_interface import refuse_models_without_it
 from attn_dispatch.integrations.libraries import library
-from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
+from attn_dispatch.integrations.mask_functions import Facts, Unreadable, evaluated, read
 from attn_dispatch.log import say_once
+from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 
 transformers = library("transformers", "5.4")
@@ -84,7 +85,10 @@ class Keys(BlockMask):
     def to(self, device: Any, non_blocking: bool = False) -> Keys:  # accelerate's hooks call it
         given = self.key_mask, self.documents
         masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in given)
-        return replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
+        found = replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
+        if isinstance(self.pattern, Ranges):
+            found.pattern = Ranges(*self.pattern.data.to(device, non_blocking=non_blocking))
+        return found
 
     def __getitem__(self, index: Any) -> Keys:
         """The mask of the last queries, `[:, :, -n:, :]`, of all for 0: Gemma 4 drops the others while it generates."""
@@ -92,7 +96,8 @@ class Keys(BlockMask):
         if not isinstance(at, slice) or index != (whole, whole, slice(at.start, None), whole) or (at.start or 0) > 0:
             self._refuse()
         q_len = min(-at.start, self.size[2]) if at.start else self.size[2]
-        return replace(self, size=(*self.size[:2], q_len, self.size[3]))
+        pattern = Ranges(*self.pattern.data[..., -q_len:]) if isinstance(self.pattern, Ranges) else self.pattern
+        return replace(self, pattern=pattern, size=(*self.size[:2], q_len, self.size[3]))
 
     def _refuse(self, *_: Any) -> NoReturn:
         what = "the model computes with its mask, which attn_dispatch does not build"
@@ -136,33 +141,61 @@ def mask(
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
     size = (batch_size, 1, q_length, kv_length)
     spread = getattr(given.get("config"), NAME, None)
+    of_it = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function}
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
+    dense = partial(masking_utils.sdpa_mask, batch_size, **given | of_it | whole)
     try:
-        keys = _translated(read(mask_function), size, key_mask, q_offset, kv_offset, given.get("device"), spread)
+        keys = _keys(mask_function, dense, size, key_mask, q_offset, kv_offset, spread)
     except Unreadable as error:
-        if not fallback:
-            name = getattr(mask_function, "__qualname__", repr(mask_function))
-            what = f"the mask {name} is none of causal, window, chunks, padding and packed rows ({error})"
-            how = f"{__name__}.register(fallback=True) hands such to PyTorch's attention"
-            return Keys(Dense(), size, refusal=f"{what}; {how}")
-        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
-        given |= {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
-        return masking_utils.sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **given)
+        if fallback:
+            return dense(q_length=q_length, q_offset=q_offset, attention_mask=attention_mask)
+        name = getattr(mask_function, "__qualname__", repr(mask_function))
+        what = f"the mask {name} is none of causal, window, chunks, padding and packed rows ({error})"
+        how = f"{__name__}.register(fallback=True) hands such to PyTorch's attention"
+        return Keys(Dense(), size, refusal=f"{what}; {how}")
     if keys.key_mask is not None and not is_tracing(keys.key_mask) and bool(keys.key_mask.all()):
         keys.key_mask = None  # one look at data for each forward pass, as sdpa's masks take; none while tracing
     return keys
 
 
-def _translated(
-    facts: Facts, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any, spread: Any
+def _keys(
+    mask_function: Any, dense: Any, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, spread: Any
 ) -> Keys:
-    """The facts of a mask, for queries at the end of the keys. Raises Unreadable."""
+    """A mask by its facts, or else by what its function returns for the queries and keys. Raises Unreadable."""
+    try:
+        keys = _translated(read(mask_function), size, key_mask, q_offset, kv_offset, spread)
+    except Unreadable:
+        if spread:
+            raise
+        keys = None
+    if keys is not None:
+        return keys
+    if size[2] == 1:
+        seen = dense(q_length=1, q_offset=q_offset)[:, 0, 0]
+        return Keys(Dense(), size, seen if key_mask is None else key_mask & seen)
+    if is_tracing(key_mask):
+        raise Unreadable("of several queries its values would be read, which a graph cannot")
+    found = evaluated(lambda at, n: dense(q_length=n, q_offset=q_offset + at)[:, 0], size[0], *size[2:])
+    if isinstance(found, Ranges):
+        return Keys(found, size, key_mask, is_checked=True)
+    return Keys(_pattern(found, key_mask, None), size, key_mask)
+
+
+def _translated(
+    facts: Facts, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, spread: Any
+) -> Keys | None:
+    """The facts of a mask, for queries at the end of the keys; None: a single query is better asked about.
+
+    Raises:
+        Unreadable: no pattern without tensors has them.
+    """
     q_len, k_len, stop = size[2], size[3], None
     if facts.low is not None or facts.high is not None:
         # In a graph the length of a static cache is data, and so is which key is the last.
         is_data = isinstance(q_offset, Tensor) and q_len == 1
         if is_data or q_offset + q_len != kv_offset + k_len:
             if q_len == 1 and not (spread and facts.is_causal):
-                return Keys(Dense(), size, _seen_by_one(facts, size, key_mask, q_offset, kv_offset, device))
+                return None
             if isinstance(q_offset, Tensor) and is_tracing(q_offset):
                 raise InvalidInput("dilated attention needs a cache that is not static where generation is compiled")
             stop = int(q_offset) + q_len - int(kv_offset)
@@ -171,36 +204,17 @@ def _translated(
             key_mask = None if key_mask is None else key_mask[:, :stop]
     if facts.chunk is None:
         return Keys(_pattern(facts, key_mask, spread), size, key_mask, stop, facts.documents)
-    if not facts.is_causal or facts.documents is not None:
-        raise Unreadable("chunks that are not plainly causal")
     if q_len == 1:
-        return Keys(Dense(), size, _seen_by_one(facts, size, key_mask, q_offset, kv_offset, device))
-    chunk, left = facts.chunk[0], torch.as_tensor(facts.chunk[1], device=device).reshape(-1, 1)
-    if kv_offset == 0 and not bool(left.any()):
+        return None
+    if not facts.is_causal or facts.documents is not None or kv_offset:
+        raise Unreadable("chunks that are not plainly causal, from the first key on")
+    chunk, left = facts.chunk[0], torch.as_tensor(facts.chunk[1]).reshape(-1, 1)
+    if not bool(left.any()):
         return Keys(Dilated((chunk,), (1,), is_causal=True), size, key_mask, stop)
-    if kv_offset or q_len != (k_len if stop is None else stop):
-        raise Unreadable("chunks that do not start at the first key, of queries that are not the first")
-    numbers = (torch.arange(q_len, device=device) - left).div(chunk, rounding_mode="floor")  # chunks start by row
+    if q_len != (k_len if stop is None else stop):
+        raise Unreadable("chunks that start by row, of queries that are not the first")
+    numbers = (torch.arange(q_len, device=left.device) - left).div(chunk, rounding_mode="floor")  # chunks start by row
     return Keys(Dense(True), size, key_mask, stop, numbers.expand(size[0], -1))
-
-
-def _seen_by_one(
-    facts: Facts, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, device: Any
-) -> Tensor:
-    """The key mask [batch, keys] of a single query. Raises Unreadable."""
-    if facts.documents is not None:
-        raise Unreadable("documents in a static cache")
-    at = torch.arange(size[3], device=device)[None] + kv_offset
-    seen = torch.ones_like(at, dtype=torch.bool)
-    if facts.high is not None:
-        seen = seen & (at <= q_offset + facts.high)
-    if facts.low is not None:
-        seen = seen & (at >= q_offset + facts.low)
-    if facts.chunk is not None:
-        chunk, left = facts.chunk[0], torch.as_tensor(facts.chunk[1], device=device).reshape(-1, 1)
-        seen = seen & ((at - left) // chunk == (q_offset - left) // chunk)
-    seen = seen.expand(size[0], -1)
-    return seen if key_mask is None else key_mask & seen
 
 
 def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any) -> Pattern:
@@ -263,8 +277,10 @@ def attention(
         if not unmasked.is_checked_over_ranks(given.get("position_ids"), query.shape[2]):
             _warn_of_packed_rows(attention_mask, given)
     elif attention_mask is None:  # the layer leaves it to is_causal, as for PyTorch's attention
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal, window = bool(causal) and query.shape[2] > 1, given.get("sliding_window")
+        both_ways = not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal, window = not both_ways and query.shape[2] > 1, given.get("sliding_window")
+        if both_ways and query.shape[2] < key.shape[2]:
+            window = None  # DiffusionGemma's canvas sees all that stands before it in every layer
         # Wrappers of attention functions may drop masks; then the layer's own window still holds.
         pattern = Window(window - 1, 0) if causal and window else Dense(causal)
         if window and (not causal or query.shape[2] != key.shape[2]):

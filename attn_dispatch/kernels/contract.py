@@ -226,9 +226,15 @@ def refusals_of(backend: Backend, problem: Problem) -> list[Refusal]:
     """The backend's refusals, after what keeps every backend from the problem's device, and it from what it has not."""
     why = missing_code(problem.device)
     missing = [Refusal("device", why)] if why else []
-    if isinstance(problem.pattern, Form) and not backend.takes_data:  # it need not know forms
-        return [*missing, Refusal("pattern", f"takes no tensors of a pattern: {problem.pattern}")]
-    return [*missing, *refuse_score_terms(backend, problem), *backend.refusals(problem)]
+    data = refuse_data(backend, problem)
+    return [*missing, *(data or [*refuse_score_terms(backend, problem), *backend.refusals(problem)])]
+
+
+def refuse_data(backend: Backend, problem: Problem) -> list[Refusal]:
+    """The refusal of a pattern that holds tensors, for a backend without `takes_data`, which need not know forms."""
+    if not isinstance(problem.pattern, Form) or backend.takes_data:
+        return []
+    return [Refusal("pattern", f"takes no tensors of a pattern: {problem.pattern}")]
 
 
 def refuse_score_terms(backend: Backend, problem: Problem) -> list[Refusal]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
+from attn_dispatch.spec.data import derived
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tracing import in_new_thread, make_plain
 
@@ -66,6 +67,22 @@ def made_on(device: torch.device, make: Callable[P, T], *args: P.args, **kwargs:
         return found
 
     return in_new_thread(complete)
+
+
+def derived_on(device: torch.device, data: Tensor, key: Hashable, make: Callable[[Tensor], T]) -> T:
+    """What `make` returns for a pattern's tensors on the CPU, on the device, kept as long as they are (`spec.data`).
+
+    Raises RuntimeError while a CUDA graph is captured, unless it is there already.
+    """
+
+    def made() -> T:
+        refuse_capture(device)
+        return made_on(device, make, data.cpu())
+
+    found = derived(data, (key, device), made)
+    if capturing(device):
+        _captured[id(found)] = found
+    return found
 
 
 def bytes_of(table: object) -> int:

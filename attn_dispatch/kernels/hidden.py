@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
-from attn_dispatch.kernels.device_cache import DeviceCache
+from attn_dispatch.kernels.device_cache import DeviceCache, made_on
 from attn_dispatch.kernels.heads import heads_by_kind
 from attn_dispatch.kernels.numerics import multiplicity_of
 from attn_dispatch.spec import tracing
+from attn_dispatch.spec.data import Form, derived
 from attn_dispatch.spec.orders import permutation, token_order_of
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tracing import make_plain
 
-ENTRIES = 2**24  #: query-key pairs that are looked at at once
+ENTRIES = 2**22  #: query-key pairs that are looked at at once
 
 
 class Hidden(NamedTuple):
@@ -69,7 +71,8 @@ class Hidden(NamedTuple):
         """q, k and v with hidden tokens, and their gradients, set to zero; unchanged tensors are not copied."""
         keys = self.keys
         if self.biased is not None and not (_known_finite(k) and _known_finite(v)):
-            keys = _either(keys, keys_hidden_together(*self.biased))
+            found = keys_hidden_together(*self.biased)
+            keys = keys if found is None else _either(keys, found)
         return _zeroed(q, self.queries), _zeroed(k, keys), _zeroed(v, keys)
 
     def of_queries(self, x: Tensor | None) -> Tensor | None:
@@ -108,18 +111,32 @@ def _known_finite(x: Tensor) -> bool:
     return asked and bool(x.detach().sum(dtype=torch.float64).isfinite())
 
 
-def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor:
+def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """Keys that no query of the heads which share them sees, by pattern, masks and bias together: bool [1 or batch,
-    k_len, kv_heads or 1, 1].
+    k_len, kv_heads or 1, 1]. None: surely none. What a pattern's tensors hide alone is kept as long as they are.
     """
+    data = tensors.get("pattern_data")
+    if data is None or "bias" in tensors or "seq_lens" in tensors or tracing.graphed(data) or tracing.is_transformed():
+        return _hidden_together(problem, tensors)
+
+    def find() -> Tensor | None:
+        found = make_plain(_hidden_together, replace(problem, has_key_mask=False), {"pattern_data": data})
+        return found if found.any() else None
+
+    return derived(data, ("hidden", problem.q_len, problem.k_len, problem.heads, problem.kv_heads), find)
+
+
+def _hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor:
     group, seen = problem.heads // problem.kv_heads, None
-    rows = max(1, *problem.bias[:1], problem.batch * problem.masked)
+    by_row = problem.masked or getattr(problem.pattern, "by_row", False)
+    rows = max(1, *problem.bias[:1], problem.batch * by_row)
     step = max(1, ENTRIES // (problem.k_len * problem.heads * rows))
     for start in range(0, problem.q_len, step):
         queries = torch.arange(start, min(start + step, problem.q_len), device=problem.device)
         counts = multiplicity_of(problem, range(problem.heads), queries, tensors)
-        assert counts is not None  # there is a bias
-        some = (counts > 0).any(2)  # [1 or batch, 1 or heads, keys]
+        assert counts is not None  # there is a bias, or a pattern that holds tensors
+        some = (counts > 0).any(-2)
+        some = some if some.ndim == 3 else some[None]  # [1 or batch, 1 or heads, keys]
         seen = some if seen is None else seen | some
     assert seen is not None
     seen = seen if seen.shape[1] == 1 else torch.unflatten(seen, 1, (-1, group)).any(2)
@@ -144,6 +161,8 @@ def copied_bytes(problem: Problem, *, masked_keys: bool = True, padding: bool = 
     keys = 2 * problem.k_len * problem.kv_heads * hides
     queries = problem.q_len * problem.heads * (padding and problem.has_seq_lens) * (2 if problem.needs_grad else 1)
     masks = 2 * (problem.q_len + problem.k_len * problem.kv_heads) * (keys + queries > 0)
+    if isinstance(problem.pattern, Form):  # counts, while it is found what they hide
+        masks += 16 * min(ENTRIES, problem.heads * problem.q_len * problem.k_len)
     return problem.batch * ((keys + queries) * problem.head_dim * problem.dtype.itemsize + masks)
 
 

@@ -1,4 +1,5 @@
-"""Speed-ups of token orders over the natural order at measured lengths, by family of problems. No torch here.
+"""Speed-ups of token orders over the natural order at measured lengths, by family of problems; and of skipping what a
+mask made of data hides, at measured densities, by shape. No torch here.
 
 A family is the problems of a group whose patterns share every size but the grid; length, heads and batch may differ.
 """
@@ -18,6 +19,9 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.tuning.intervals import LAST_LOOK, MARGIN, ONE_LOOK, fewest
 
+MASKING = ("sdpa_mask", "manual")  #: backends that compute all pairs of queries and keys, whatever is seen
+SKIPPING = "skipping"  #: in place of an order: any other backend
+PER_DENSITY = 1000  #: a density is at `PER_DENSITY / density` in place of tokens: the sparser, the farther
 OPEN_SIDE_TOKENS = 2**20  #: size of a window's open side when families are compared
 
 Bounds = tuple[float, float, float]  #: low, middle, high
@@ -55,7 +59,7 @@ class SpeedupSeries:
 def family_of(problem: Mapping[str, Any]) -> dict[str, Any]:
     """The pattern without its grid, in plain values. Raises KeyError or TypeError for an invalid problem."""
     plain = json.loads(json.dumps(problem["pattern"]))
-    return {name: value for name, value in plain.items() if name != "grid"}
+    return {name: value for name, value in plain.items() if name not in ("grid", "density")}
 
 
 def family_title(family: Mapping[str, Any]) -> str:
@@ -64,7 +68,8 @@ def family_title(family: Mapping[str, Any]) -> str:
     for name, value in family.items():
         values = value if isinstance(value, list | tuple) else [value]
         usual = name in ("kind", "is_causal") or (name, value) in USUAL.items() or {name, *values} == {"dilation", 1}
-        words += [] if usual else [f"{name}={','.join('open' if each is None else str(each) for each in values)}"]
+        title = family_title(value) if isinstance(value, Mapping) else ",".join("open" if x is None else str(x) for x in values)
+        words += [] if usual else [f"{name}={title}"]
     causal = family.get("is_causal", False)
     axes = causal if isinstance(causal, list | tuple) else [causal]
     if any(axes):
@@ -87,6 +92,28 @@ def all_series(decisions: Iterable[Decision]) -> list[SpeedupSeries]:
         known[decision.silicon].add(decision)
     groups = ((silicon, *each) for silicon in sorted(known) for each in sorted(known[silicon].groups.items()))
     return [each for silicon, group, points in groups for each in _series(silicon, group, points.values())]
+
+
+def density_series(decisions: Iterable[Decision]) -> list[SpeedupSeries]:
+    """For each problem with a mask made of data, but for its density: the time of the fastest backend that computes all
+    pairs / that of the fastest that skips, by `PER_DENSITY / density`. Sorted by silicon and problem.
+    """
+    found: defaultdict[tuple[str, str], list[tuple[Decision, Speedup]]] = defaultdict(list)
+    for decision in decisions:
+        pattern = decision.problem.get("pattern")
+        density = pattern.get("density") if isinstance(pattern, Mapping) else None
+        rows = sorted(filter(is_timed, decision.candidates), key=_by_time)
+        whole, skipping = (next((x for x in rows if (x.backend in MASKING) == is_whole), None) for is_whole in (True, False))
+        if type(density) is not int or whole is None or skipping is None:
+            continue
+        shape = {**decision.problem, "pattern": family_of(decision.problem)}
+        low, middle, high = time_ratio(whole, skipping)
+        point = Speedup(round(PER_DENSITY * 2 ** (-density / 2)), middle, low, high, decision.key)
+        found[decision.silicon, json.dumps(shape, sort_keys=True)].append((decision, point))
+    return [
+        SpeedupSeries(name[0], each[0][0].group, each[0][0].problem, SKIPPING, tuple(point for _, point in each))
+        for name, each in sorted(found.items())
+    ]
 
 
 def group_series(problem: Mapping[str, Any], evidence: Iterable[Decision] | Evidence) -> list[SpeedupSeries]:

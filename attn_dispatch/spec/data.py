@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from threading import Lock
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.checks import boolean, integer
+from attn_dispatch.spec.checks import boolean, choice, integer
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.reach import Offsets
@@ -34,6 +34,7 @@ class Form(Pattern):
     """
 
     __slots__ = ()
+    holds_data = True
     density: int | None
 
     @abstractmethod
@@ -49,9 +50,6 @@ class Form(Pattern):
     def seen(self, queries: Tensor, q_len: int, k_len: int, offsets: Offsets) -> Tensor:
         return queries.new_ones(k_len) > 0  # which ones the data say: see `hidden.Hidden`
 
-    def lengthened(self, length: int, longer: int) -> None:
-        return None
-
     def _density(self) -> str:
         return "" if self.density is None else f", density={2 ** (self.density / 2):.2g}"
 
@@ -64,6 +62,7 @@ class DataPattern(Pattern):
     """
 
     __slots__ = ("_densities", "data", "given")
+    holds_data = True
     data: Tensor
     given: tuple[tuple[str, Tensor, int | None], ...]
     __hash__ = None  # type: ignore[assignment]
@@ -72,10 +71,9 @@ class DataPattern(Pattern):
         self.data, self._densities = data, dict[int, int]()
         self.given = tuple((name, x, _version(x)) for name, x in given.items())
 
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        for name, value in state[1].items():
-            setattr(self, name, value)
-        self.given = tuple((name, x, _version(x)) for name, x, _ in self.given)  # a copy's tensors count anew
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its own tensors alone: copies of the caller's have other version counters.
+        return self.form(None, 1, 1).bound, (self.data,)
 
     @property
     def device(self) -> device:
@@ -102,7 +100,7 @@ class DataPattern(Pattern):
     def _density(self, k_len: int | None) -> int | None:
         from attn_dispatch.spec.tracing import graphed, is_transformed
 
-        if k_len is None or graphed(self.data) or is_transformed():
+        if k_len is None or self.data.is_meta or graphed(self.data) or is_transformed():
             return None
         if k_len not in self._densities:
             share = min(1.0, float(self._seen_share(k_len)))
@@ -110,8 +108,30 @@ class DataPattern(Pattern):
         return self._densities[k_len]
 
 
+def _readable(x: Tensor) -> bool:
+    """Whether there are values, and they are not those of a graph or mapped."""
+    from attn_dispatch.spec import tracing
+
+    return not (x.is_meta or tracing.graphed(x) or tracing.functorch.is_functorch_wrapped_tensor(x))
+
+
+def _int32(x: Tensor) -> Tensor:
+    """A copy that is cut to +-FAR."""
+    return x.long().clamp(-FAR, FAR).int()
+
+
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
+
+
+def _usable(x: Tensor) -> Tensor:
+    """A tensor that autograd can save: those of inference mode are copied."""
+    import torch
+
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------
@@ -124,6 +144,11 @@ class RangesForm(Form):
     intervals: int
     by_row: bool
     density: int | None = None
+
+    def __post_init__(self) -> None:
+        integer("intervals", self.intervals, 1)
+        boolean("by_row", self.by_row)
+        _check_density(self.density)
 
     def bound(self, data: Tensor) -> Ranges:
         found = object.__new__(Ranges)
@@ -150,11 +175,13 @@ class Ranges(DataPattern):
 
         for name, x in (("first", first), ("last", last)):
             _check_integers(name, x, (2, 3), "[1 or batch, (branches,) q_len]")
+        if first.ndim == 3 and not first.shape[1]:
+            raise InvalidInput(f"first must have a branch at least, got {list(first.shape)}")
         if first.shape != last.shape or first.device != last.device:
             got = f"{list(first.shape)} on {first.device} and {list(last.shape)} on {last.device}"
             raise InvalidInput(f"first and last must have one shape and device, got {got}")
-        both = torch.stack([x.long().clamp(-FAR, FAR).int() for x in (first, last)])
-        self._hold(both if both.ndim == 4 else both[:, :, None], first=first, last=last)
+        both = torch.stack([_int32(first), _int32(last)])
+        self._hold(_usable(both if both.ndim == 4 else both[:, :, None]), first=first, last=last)
 
     @classmethod
     def spans(cls, ids: Tensor, is_causal: bool = True, left: int | None = None) -> Ranges:
@@ -172,7 +199,7 @@ class Ranges(DataPattern):
 
         _check_integers("ids", ids, (2,), "[1 or batch, len]")
         boolean("is_causal", is_causal)
-        left = None if left is None else integer("left", left, 0, "None or an integer")
+        left = None if left is None else min(FAR, integer("left", left, 0, "None or an integer"))
         at = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         change = ids[:, 1:] != ids[:, :-1]
         edge = torch.ones_like(ids[:, :1], dtype=torch.bool)
@@ -217,9 +244,7 @@ class Ranges(DataPattern):
 
 
 def _check_together(ids: Tensor, begins: Tensor) -> None:
-    from attn_dispatch.spec.tracing import graphed
-
-    if graphed(ids):
+    if not _readable(ids):
         return
     for row, starts in zip(ids, begins):
         runs = row[starts & (row != -1)]
@@ -247,6 +272,14 @@ class BlocksForm(Form):
     within: Pattern
     density: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        choice("heads", self.heads, ("all", "kv_heads", "heads"))
+        for name in ("by_row", "is_list"):
+            boolean(name, getattr(self, name))
+        _check_within(self.within)
+        _check_density(self.density)
+
     def bound(self, data: Tensor) -> Blocks:
         found = object.__new__(Blocks)
         found.size, found.within = self.size, self.within
@@ -254,7 +287,13 @@ class BlocksForm(Form):
         return found
 
     def head_offsets(self, head: int, heads: int) -> Offsets:
-        return () if self.heads == "all" else (head,)
+        return self.within.head_offsets(head, heads) if self.heads == "all" else (head,)
+
+    def check(self, q_len: int, k_len: int) -> None:
+        self.within.check(q_len, k_len)
+
+    def of_heads(self, first_head: int, all_heads: int) -> BlocksForm:
+        return replace(self, within=self.within.of_heads(first_head, all_heads))
 
     def to_dict(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -285,17 +324,13 @@ class Blocks(DataPattern):
     def __init__(self, table: Tensor, size: int | tuple[int, int], within: Pattern | None = None) -> None:
         import torch
 
-        pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
-        if len(pair) != 2:
-            raise InvalidInput(f"size must be an integer or (queries, keys), got {size!r}")
         within = Dense() if within is None else within
-        if not isinstance(within, Pattern) or isinstance(within, DataPattern | Reordered):
-            raise InvalidInput(f"within must be a pattern without tensors, in natural order, got {within!r}")
+        _check_within(within)
         if not (isinstance(table, torch.Tensor) and table.dtype == torch.bool and table.ndim == 4):
             _check_integers("table", table, (4,), "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool")
-        self.size, self.within = (integer("size", pair[0], 1), integer("size", pair[1], 1)), within
-        # An alias: what is derived of it lives as long as this pattern.
-        self._hold((table if table.dtype == torch.bool else table.int()).detach(), table=table)
+        self.size, self.within = _check_size(tuple(size) if isinstance(size, list | tuple) else (size, size)), within
+        # No tensor of the caller's: what is derived of it lives as long as this pattern, and is of its size and `within`.
+        self._hold(_usable(table.detach() if table.dtype == torch.bool else _int32(table)), table=table)
 
     @property
     def is_list(self) -> bool:
@@ -316,7 +351,7 @@ class Blocks(DataPattern):
             lengths = f"for {q_len} queries and {k_len} keys in blocks of {qb} x {kb}"
             raise InvalidInput(f"table of Blocks must have shape {allowed} {lengths}, got {list(self.data.shape)}")
         if self.is_list:
-            derived(self.data, ("checked", k_blocks), lambda: _check_entries(self.data, k_blocks))
+            _check_entries(self.data, k_blocks)
 
     def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
         rows, tables = self.data.shape[:2]
@@ -326,7 +361,12 @@ class Blocks(DataPattern):
 
     def block_counts(self, k_len: int) -> Tensor:
         """How often each block of queries sees each block of keys: int32 [rows, tables, q blocks, k blocks]."""
-        return derived(self.data, ("counts", k_len, self.size[1]), lambda: self._block_counts(-(-k_len // self.size[1])))
+        from attn_dispatch.spec.tracing import graphed, is_transformed, make_plain
+
+        k_blocks = -(-k_len // self.size[1])
+        if graphed(self.data) or is_transformed():  # what is made then is of use there alone
+            return self._block_counts(k_blocks)
+        return derived(self.data, ("counts", k_blocks), lambda: make_plain(self._block_counts, k_blocks))
 
     def _block_counts(self, k_blocks: int) -> Tensor:
         import torch
@@ -355,26 +395,41 @@ class Blocks(DataPattern):
 
 
 def _check_integers(name: str, x: object, axes: tuple[int, ...], shape: str) -> None:
-    from torch import Tensor
+    import torch
 
-    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or not x.dtype.itemsize > 1 or x.ndim not in axes:
-        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
+    kinds = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
+    if not isinstance(x, torch.Tensor) or x.dtype not in kinds or x.ndim not in axes:
+        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
         raise InvalidInput(f"{name} must be an integer tensor {shape}, got {got}")
 
 
-def _check_entries(table: Tensor, k_blocks: int) -> None:
-    from attn_dispatch.spec.tracing import graphed
+def _check_size(size: tuple[object, ...]) -> tuple[int, int]:
+    if len(size) != 2:
+        raise InvalidInput(f"size must be an integer or (queries, keys), got {size!r}")
+    return integer("size", size[0], 1), integer("size", size[1], 1)
 
-    if table.device.type != "cpu" or graphed(table) or not table.numel():
+
+def _check_within(within: object) -> None:
+    if not isinstance(within, Pattern) or within.holds_data or isinstance(within, Reordered):
+        raise InvalidInput(f"within must be a pattern without tensors, in natural order, got {within!r}")
+
+
+def _check_density(density: int | None) -> None:
+    if density is not None and not (isinstance(density, int) and SPARSEST <= density <= 0):
+        raise InvalidInput(f"density must be None or half octaves in {SPARSEST}..0, got {density!r}")
+
+
+def _check_entries(table: Tensor, k_blocks: int) -> None:
+    if table.device.type != "cpu" or not table.numel() or not _readable(table):
         return
-    low, high = int(table.min()), int(table.max())
+    low, high = derived(table, "entries", lambda: (int(table.min()), int(table.max())))
     if low < -1 or high >= k_blocks:
         raise InvalidInput(f"table of Blocks must have entries in -1..{k_blocks - 1}, got {low} to {high}")
 
 
 # --- what is derived of the tensors -----------------------------------------------------------------------------------
 
-_lock = Lock()
+_lock = process_state.lock()
 _kept: Any = None  # made at the first use: WeakTensorKeyDictionary needs torch
 
 

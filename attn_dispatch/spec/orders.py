@@ -298,5 +298,7 @@ def _checked_permutation(order: str, pattern: Pattern, length: int) -> Tensor | 
 def _check(order: object, pattern: object) -> None:
     if not isinstance(pattern, Pattern) or isinstance(pattern, Reordered):
         raise InvalidInput(f"pattern must be a pattern in natural order, got {pattern!r}")
+    if pattern.holds_data:
+        raise InvalidInput(f"pattern must hold no tensors, which go by the natural order, got {pattern!r}")
     if order not in ORDERS:
         raise InvalidInput(f"order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")

@@ -26,6 +26,7 @@ class Pattern(ABC):
     """
 
     __slots__ = ()
+    holds_data: ClassVar[bool] = False  #: whether it holds tensors, or is the form of one that does
 
     @property
     def natural(self) -> Pattern:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attn_dispatch.spec.data import BlocksForm, RangesForm
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import CONTIGUOUS, Problem
 from attn_dispatch.spec.tensors import normal_device
@@ -128,6 +129,15 @@ CASES = (
     Case("neighborhood-key-mask", Neighborhood((6, 7), (3, 3)), (2, 42, 2, 16), key_mask=True, seq_lens=True),
 )
 
+#: Of patterns that hold tensors: their forms.
+DATA_CASES = (
+    Case("ranges", RangesForm(1, by_row=False, density=-2), (2, 77, 4, 16), kv_heads=2),
+    Case("ranges-by-row", RangesForm(2, by_row=True, density=-4), (3, 61, 4, 16), kv_heads=2, key_mask=True),
+    Case("ranges-few-queries", RangesForm(1, by_row=True), (2, 5, 4, 16), k_len=90, kv_heads=1),
+    Case("blocks", BlocksForm((16, 16), "heads", False, False, Dense(), -2), (2, 101, 4, 16), kv_heads=2, seq_lens=True),
+    Case("block-lists", BlocksForm((32, 16), "kv_heads", True, True, Window(40, 0), -2), (2, 90, 4, 16), kv_heads=2),
+)
+
 _PLAIN = next(case for case in CASES if case.id == "causal-both-masks")
 _TRAINED = next(case for case in CASES if case.id == "dense-odd-head-dim")
 #: What a call may ask for besides a pattern and masks.
@@ -153,7 +163,7 @@ def problems(device: torch.device | str = "cpu") -> list[Problem]:
         device: on which the tensors lie.
     """
     where, found = normal_device(device), []
-    for number, case in enumerate(CASES):
+    for number, case in enumerate((*CASES, *DATA_CASES)):
         other = DTYPES[1:][number % 3]
         found += [
             replace(case.problem(torch.float32, needs_grad=False, device=where), return_lse=False),

@@ -22,6 +22,7 @@ from attn_dispatch.kernels.contract import (
     adapted,
     forced_orders,
     missing_members,
+    refuse_data,
     refuse_score_terms,
     runner,
 )
@@ -131,7 +132,8 @@ class _Findings:
     def check_problem(self, problem: Problem) -> None:
         where = str(problem)
         with self.noting(where), settings(problem.deterministic):
-            refusals = [*refuse_score_terms(self.backend, problem), *self._refusals(problem)]
+            data = refuse_data(self.backend, problem)
+            refusals = data or [*refuse_score_terms(self.backend, problem), *self._refusals(problem)]
             if refusals:
                 self.refused[problem] = tuple(refusals)
                 return

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import normal_device
@@ -43,12 +44,28 @@ def random_problem(
     kv_heads, head_dim = rng.randint(1, 4), rng.randint(1, 20)
     heads = kv_heads * rng.randint(1, 4)
     pattern = random_pattern(rng, q_len, k_len)
+    if rng.random() < 0.3:
+        pattern = random_form(rng, q_len, k_len)
     scale = rng.choice([float(head_dim) ** -0.5, round(rng.uniform(-2, 2), 3)])
     shape, dtype, needs_grad = (rng.randint(1, 3), q_len, heads, head_dim), rng.choice(dtypes), rng.random() < 0.5
     masks = {"seq_lens": q_len == k_len and rng.choice([False, True]), "key_mask": rng.choice([False, True])}
     strides = rng.choice(STRIDES), rng.choice(STRIDES), rng.choice(STRIDES)
     case = Case("drawn", pattern, shape, k_len, kv_heads, strides=strides, scale=scale, **masks)
     return case.problem(dtype, needs_grad=needs_grad, device=normal_device(device))
+
+
+def random_form(rng: Random, q_len: int, k_len: int) -> Form:
+    """That of a pattern that holds tensors."""
+    density, by_row = rng.choice([None, -rng.randint(0, 9)]), rng.choice([False, True])
+    if rng.random() < 0.4:
+        return RangesForm(rng.randint(1, 3), by_row, density)
+    size, within = (random_block(rng), random_block(rng)), rng.choice([Dense(), random_pattern(rng, q_len, k_len)])
+    return BlocksForm(size, rng.choice(("all", "kv_heads", "heads")), by_row, rng.choice([False, True]), within, density)
+
+
+def random_block(rng: Random) -> int:
+    """Queries or keys of a block."""
+    return rng.choice([16, 32, 64, 128, 256, rng.randint(1, 40)])
 
 
 def random_pattern(rng: Random, q_len: int, k_len: int) -> Pattern:

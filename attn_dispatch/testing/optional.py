@@ -20,6 +20,7 @@ from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, adapted, asks_specialized, refusals_of, specialized
 from attn_dispatch.kernels.numerics import merge_, sum_dtype
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import CONTIGUOUS, Problem
@@ -96,6 +97,7 @@ def _dq_of(oracle: Oracle, q: Tensor, keys: Tensor, values: Tensor, counts: Tens
 def problem_of_documents(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of packed rows with which `run_documents` is called for one like this; None where it is not."""
     common = problem.pattern.lengthened(1, 2) is not None and problem.q_len == problem.k_len
+    common = common and not isinstance(problem.pattern, Form)  # documents cut the intervals of these
     if backend.run_documents is None or not common or problem.bias or problem.dropout_p:
         return None
     rows = replace(problem, has_seq_lens=False, is_document=True)

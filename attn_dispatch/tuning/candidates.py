@@ -318,7 +318,7 @@ def to_measure(
     if prior is None and first is None and leading is not None and rest:
         least, whole = flops(rest[0], problem), flops(leading, problem)
         if least and whole and least * LESS_WORK_FACTOR <= whole:
-            leading, rest = rest[0], [leading, *rest[1:]]
+            leading, *rest = sorted([leading, *rest], key=lambda each: _effort(each, problem))
     return rest if leading is None else [leading, *rest]
 
 

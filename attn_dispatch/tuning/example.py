@@ -17,6 +17,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import randn
 
 HIDDEN_SHARE, HIDDEN_KEYS = 0.2, 3  #: entries of a bias that are -inf; keys that it hides from all queries
+BEYOND = 3  #: keys by which intervals reach out over the first and the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,31 +145,46 @@ def score_tensors(
     return found
 
 
-def pattern_data(problem: Problem, generator: torch.Generator, *, hard: bool = False) -> dict[str, Tensor]:
+def pattern_data(
+    problem: Problem, generator: torch.Generator, *, hard: bool = False, hides: bool = False
+) -> dict[str, Tensor]:
     """The tensors of a pattern that holds some, of its form and density; empty for others.
 
     Args:
-        hard: whether there are queries and keys that see nothing, entries that stand twice, bounds beyond the keys.
+        hard: whether there are queries that see no key, one or all, entries that stand twice, bounds beyond the keys.
+        hides: whether there are keys that no query sees.
     """
     form = problem.pattern
     if isinstance(form, RangesForm):
-        found = _intervals(problem, form, generator, hard)
+        found = _hard_intervals if hard else _intervals
     elif isinstance(form, BlocksForm):
-        found = _block_table(problem, form, generator, hard)
+        found = _hard_block_table if hard else _block_table
     else:
         return {}
-    return {"pattern_data": found.to(problem.device)}
+    return {"pattern_data": found(problem, form, generator, *([hides] if hard else [])).to(problem.device)}
 
 
-def _intervals(problem: Problem, form: RangesForm, generator: torch.Generator, hard: bool) -> Tensor:
+def _hard_intervals(problem: Problem, form: RangesForm, generator: torch.Generator, hides: bool) -> Tensor:
+    """Of each half of the queries, in a half of the keys; with `hides`, the keys between these are seen by none."""
+    shape = problem.batch if form.by_row else 1, form.intervals, problem.q_len
+    later = torch.arange(problem.q_len) * 2 >= max(2, problem.q_len)
+    middle, gap = problem.k_len // 2, min(HIDDEN_KEYS, problem.k_len // 4) * hides
+    low, high = torch.where(later, middle + gap, -BEYOND), torch.where(later, problem.k_len + BEYOND, middle - gap - 1)
+    ends = (torch.rand(2, *shape, generator=generator) * (high - low + 1)).long() + low
+    first, last = ends.amin(0), ends.amax(0)
+    none = torch.rand(shape[0], 1, shape[2], generator=generator) < HIDDEN_SHARE
+    if hides:  # those of whole tiles, too
+        none |= torch.arange(problem.q_len) * 3 // problem.q_len == 1
+    last = torch.where(none & (problem.q_len > 1), first - 1, last)
+    if not hides:
+        first[..., 0], last[..., 0] = -BEYOND, problem.k_len + BEYOND
+    last[..., 1:2] = first[..., 1:2]  # a single key
+    return torch.stack([first, last]).int()
+
+
+def _intervals(problem: Problem, form: RangesForm, generator: torch.Generator) -> Tensor:
     """As of spans beside a window: what neighbouring queries see begins or ends at the same keys."""
     shape = problem.batch if form.by_row else 1, form.intervals, problem.q_len
-    if hard:
-        first = torch.randint(-3, problem.k_len + 3, shape, generator=generator)
-        size = torch.randint(-2, problem.k_len, (*shape[:2], 1), generator=generator)
-        last = first + torch.where(torch.rand(shape, generator=generator) < HIDDEN_SHARE, -1, size)
-        last[..., -1] = first[..., -1] - 1
-        return torch.stack([first, last]).int()
     share = 2 ** ((form.density or 0) / 2) / form.intervals
     size = max(1, min(problem.k_len, round(share * problem.k_len)))
     centre = torch.arange(problem.q_len) * problem.k_len // problem.q_len
@@ -177,23 +193,32 @@ def _intervals(problem: Problem, form: RangesForm, generator: torch.Generator, h
     return torch.stack([first, first + size - 1]).int()
 
 
-def _block_table(problem: Problem, form: BlocksForm, generator: torch.Generator, hard: bool) -> Tensor:
+def _table_shape(problem: Problem, form: BlocksForm) -> tuple[int, int, int, int]:
     tables = {"all": 1, "kv_heads": problem.kv_heads, "heads": problem.heads}[form.heads]
     rows, columns = -(-problem.q_len // form.size[0]), -(-problem.k_len // form.size[1])
-    shape = problem.batch if form.by_row else 1, tables, rows
-    share = 0.5 if hard else 2 ** ((form.density or 0) / 2)
+    return problem.batch if form.by_row else 1, tables, rows, columns
+
+
+def _hard_block_table(problem: Problem, form: BlocksForm, generator: torch.Generator, hides: bool) -> Tensor:
+    """Neighbouring heads see opposite blocks; lists are not in order, and have the last of their blocks twice."""
+    *_, rows, columns = shape = _table_shape(problem, form)
+    table = torch.rand(shape, generator=generator) < 0.5
+    table[:, 1::2] = ~table[:, : 2 * (shape[1] // 2) : 2]
+    table[:, 0, -1] = rows == 1  # no block
+    table[:, -1, 0] = torch.arange(columns) == columns - 1 if hides else True  # one, the shorter last one; or all
+    if hides and columns > 1:
+        table[..., (columns - 1) // 2] = False
     if not form.is_list:
-        table = torch.rand(*shape, columns, generator=generator) < share
-        if hard:
-            table[:, 0, -1], table[:, -1, 0] = False, True
-            table[..., columns // 2] &= columns == 1
         return table
-    most = max(1, round(share * columns))
-    lists = torch.rand(*shape, columns, generator=generator).argsort(-1)[..., :most].int()
-    if hard:
-        lists = torch.cat([lists, lists[..., :1], torch.full_like(lists[..., :1], -1)], -1)  # one twice, one none
-        lists[:, 0, -1] = -1
-    return lists
+    shuffled = torch.rand(shape, generator=generator).argsort(-1)
+    lists = torch.where(table, torch.arange(columns), -1).gather(-1, shuffled)
+    return torch.cat([lists, lists.amax(-1, keepdim=True)], -1).int()
+
+
+def _block_table(problem: Problem, form: BlocksForm, generator: torch.Generator) -> Tensor:
+    shape, share = _table_shape(problem, form), 2 ** ((form.density or 0) / 2)
+    drawn = torch.rand(shape, generator=generator)
+    return drawn.argsort(-1)[..., : max(1, round(share * shape[3]))].int() if form.is_list else drawn < share
 
 
 def data_bytes(problem: Problem) -> int:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_dispatch.kernels.hidden import Hidden, unseen_keys
+from attn_dispatch.kernels.hidden import Hidden, keys_hidden_together, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec.data import Form
+from attn_dispatch.spec.data import BlocksForm, Form
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -32,6 +32,7 @@ LARGEST_HALF_PRODUCT = 2.0**15  #: absolute value of q times k before scaling, i
 OUTLIER = 2.0**10  #: factor on one entry of head_dim, as of models whose activations have outliers
 GIVEN_SCALE = 0.75  #: factor on the default scale, in place of any scale given by the caller
 DENSITY = -2  #: half octaves: half of the pairs of a pattern that holds tensors
+LARGEST_BLOCK = 256  #: queries or keys of a block; larger ones are halved until they are no larger
 MAX_GROUP = 3  #: query heads for each head of k and v
 MAX_BRANCHES = 6  #: branches of a dilated pattern that heads are split between
 EVEN, ODD, SHORT, MANY = 192, 77, 40, 130  #: tokens: one and a half tiles, multiples of none; keys for one query
@@ -98,7 +99,11 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
     k_len = k_len or q_len
     pattern = fitted(problem.pattern, k_len if _places_queries(problem.pattern) else q_len)
-    if (grid := getattr(pattern.natural, "grid", None)) is not None:
+    if isinstance(pattern, Form):
+        pattern = replace(pattern, by_row=pattern.by_row and batch > 1)
+    if isinstance(pattern, BlocksForm):
+        q_len, k_len = _several_blocks(pattern.size, q_len, k_len)
+    if (grid := getattr(_inner(pattern), "grid", None)) is not None:
         q_len, k_len = (math.prod(grid) if q_len == k_len else q_len), math.prod(grid)
     heads, kv_heads = _few_heads(problem)
     default = math.pow(problem.head_dim, -0.5)
@@ -109,9 +114,22 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
     return replace(problem, pattern=pattern, **sizes, scale=scale, dropout_p=0.0, bias=bias)
 
 
+def _inner(pattern: Pattern) -> Pattern:
+    """The pattern in natural order; of blocks, the one they are within."""
+    return getattr(pattern, "within", pattern.natural)
+
+
+def _several_blocks(size: tuple[int, int], q_len: int, k_len: int) -> tuple[int, int]:
+    """Lengths of two blocks or more, but for a single query; equal ones stay equal."""
+    if q_len == k_len:
+        size = (max(size),) * 2
+    q_len, k_len = (n if n == 1 or n > block else n + block for n, block in zip((q_len, k_len), size))
+    return q_len, k_len
+
+
 def _places_queries(pattern: Pattern) -> bool:
     """Whether queries lie at the end of longer keys, in the pattern's segments or grid."""
-    return isinstance(pattern.natural, Dilated | Neighborhood)
+    return isinstance(_inner(pattern), Dilated | Neighborhood)
 
 
 def _few_heads(problem: Problem) -> tuple[int, int]:
@@ -119,7 +137,7 @@ def _few_heads(problem: Problem) -> tuple[int, int]:
     group = problem.heads // problem.kv_heads
     group = min(next((n for n in range(2, group + 1) if group % n == 0), 1), MAX_GROUP)
     least = 2
-    pattern = problem.pattern.natural
+    pattern = _inner(problem.pattern)
     if isinstance(pattern, Dilated) and pattern.heads == "split":
         least = min(len(pattern.branches), MAX_BRANCHES)
     kv_heads = min(problem.kv_heads, max(2, -(-least // group)))
@@ -135,6 +153,9 @@ def fitted(pattern: Pattern, length: int) -> Pattern:
         return replace(pattern, segment_lengths=_segments(pattern, length))
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern, length)
+    if isinstance(pattern, BlocksForm):
+        size = tuple(n >> max(0, ((n - 1) // LARGEST_BLOCK).bit_length()) for n in pattern.size)
+        pattern = replace(pattern, size=size, within=fitted(pattern.within, length))
     if isinstance(pattern, Form):  # problems of all densities share the cases
         return replace(pattern, density=DENSITY)
     return replace(pattern, pattern=fitted(pattern.pattern, length)) if isinstance(pattern, Reordered) else pattern
@@ -238,8 +259,9 @@ def _with_hidden_nans(
 ) -> list[Tensor]:
     """Fill queries of q and keys of k and v that are hidden, in all of an expanded axis, with NaN and inf in turn."""
     hidden = Hidden.of(problem, masks)
+    keys = hidden.keys if hidden.biased is None else keys_hidden_together(*hidden.biased)
     filled = []
-    for x, steps, where in zip(values, strides, (hidden.queries, hidden.keys, hidden.keys)):
+    for x, steps, where in zip(values, strides, (hidden.queries, keys, keys)):
         bits = torch.tensor([math.nan, math.inf, -math.inf]).repeat(-(-x.shape[1] // 3))[: x.shape[1]]
         for axis in range(3):
             where = where.all(axis, keepdim=True) if where is not None and steps[axis] == 0 else where
@@ -267,7 +289,8 @@ def _masks(spec: CaseSpec, generator: torch.Generator) -> dict[str, Tensor]:
             visible[-1] = False
         masks["key_mask"] = visible.to(problem.device)
     masks |= score_tensors(problem, generator, hides=True, empty=spec.empty)
-    masks |= pattern_data(problem, generator, hard=spec.hidden or spec.empty or spec.odd_masks)
+    hard = spec.hidden or spec.empty or spec.odd_masks
+    masks |= pattern_data(problem, generator, hard=hard, hides=spec.hidden)
     if spec.low and problem.alibi_axes:
         masks["alibi_slopes"] *= HUGE_SCORE
     if spec.low and problem.bias:

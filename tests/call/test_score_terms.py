@@ -178,6 +178,29 @@ def test_biases_of_the_largest_numbers(backend: str, dtype: torch.dtype, monkeyp
     assert close(out[:, 7], mean.double())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("queries", [LENGTH, 2])
+def test_nan_in_a_bias(backend: str, dtype: torch.dtype, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an entry that is seen it reaches out, lse and dq of its query, in every dtype; in a hidden one nothing."""
+    monkeypatch.setattr(attention, "compiling", False)
+    q, k, v = tensors(dtype, q_len=queries)
+    bias = torch.zeros(BATCH, HEADS, queries, LENGTH, dtype=dtype)
+    bias[..., 0], bias[..., 1:, LENGTH - 1] = -math.inf, math.nan
+    bias[:, :, 0, LENGTH - queries + 1 :] = math.nan  # causal hides it
+    seen = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    seen[0, -1] = False
+    out, lse = attend(q, k, v, Dense(True), bias=bias, key_mask=seen, backend=backend, return_lse=True)
+    dq, dv = torch.autograd.grad(out.sum() + lse.sum(), (q, v))
+    last = torch.zeros(BATCH, queries, HEADS, dtype=torch.bool)
+    last[1:, -1] = True  # its key is hidden in row 0, and in other rows from other queries
+    for found in (out.isnan(), dq.isnan()):
+        assert torch.equal(found, last[..., None].expand_as(found))
+    assert torch.equal(lse.isnan(), last.transpose(1, 2))
+    assert dv[0].isfinite().all()
+    assert dv[1:, -1].isnan().all()
+
+
 @pytest.mark.parametrize("backend", ["manual", "sdpa_mask", "native"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_lse_of_the_largest_biases(backend: str, kind: torch.dtype) -> None:

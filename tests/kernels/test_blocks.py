@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attn_dispatch.kernels.flex.data import _overlap, blocks_of_ranges, blocks_of_table
 from attn_dispatch.kernels.flex.mask import Blocks, blocks_of, counts_above_one, distinct_heads, multiplicity_function
+from attn_dispatch.spec import data
 from attn_dispatch.spec.orders import permutation
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.testing.cases import CASES, Case
@@ -101,6 +103,43 @@ def test_blocks_in_another_order(case: Case, order: str) -> None:
     found, exact = blocks_of(pattern, length, length, heads, 8, positions=positions), exact_blocks(counts, 8)
     assert not (exact.nonempty & ~found.nonempty).any(), "a visible pair is in no nonempty block"
     assert not (found.full & ~exact.full).any(), "a block marked full is not full"
+
+
+@given(st.integers(1, 90), st.integers(1, 90), st.integers(1, 3), st.sampled_from([1, 4, 16]), st.integers(0, 2**20))
+def test_blocks_of_intervals(q_len: int, k_len: int, intervals: int, size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(-9, k_len + 9, (2, intervals, q_len), generator=generator)
+    first = torch.where(torch.rand(2, 1, 1, generator=generator) < 0.5, first, first[..., :1])
+    pattern = data.Ranges(first, first + torch.randint(-9, 2 * k_len, (2, intervals, q_len), generator=generator))
+    found = blocks_of_ranges(pattern, q_len, k_len, size)
+    counts = pattern.multiplicity(q_len, k_len)
+    assert _overlap(pattern, k_len) == bool((counts > 1).any())
+    for row, seen in enumerate(counts):
+        exact = exact_blocks(seen, size)
+        assert torch.equal(found.nonempty[row], exact.nonempty)
+        assert not (found.full[row] & ~exact.full).any(), "a block marked full is not full"
+        if intervals == 1:
+            assert torch.equal(found.full[row], exact.full)
+
+
+@given(
+    st.integers(1, 90), st.integers(1, 90), st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.sampled_from([1, 4, 16]), st.booleans(), st.integers(0, 2**20),
+)  # fmt: skip
+def test_blocks_of_tables(
+    q_len: int, k_len: int, side: tuple[int, int], size: int, listed: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = 2, 3, -(-q_len // side[0]), -(-k_len // side[1])
+    table = torch.rand(shape, generator=generator) < torch.rand((2, 1, 1, 1), generator=generator)
+    if listed:
+        table = torch.randint(-1, shape[3], (*shape[:3], 4), generator=generator)
+    pattern = data.Blocks(table, side)
+    found = blocks_of_table(pattern, q_len, k_len, size)
+    for row, seen in enumerate(pattern.multiplicity(q_len, k_len, 3)):
+        exact = exact_blocks(seen, size)
+        assert torch.equal(found.nonempty[row], exact.nonempty)
+        assert torch.equal(found.full[row], exact.full)
 
 
 def test_distinct_heads() -> None:

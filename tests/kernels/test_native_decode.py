@@ -12,6 +12,7 @@ from attn_dispatch import attend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import run
 from attn_dispatch.kernels.native.run import work_units
+from attn_dispatch.spec.data import BlocksForm, RangesForm
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
@@ -60,10 +61,26 @@ FEW = {
 }
 
 
+BLOCKS = BlocksForm((16, 32), "heads", False, True, CAUSAL, density=-1)  #: all different for each head
+#: Patterns that hold tensors, whose runs of keys are of few queries each.
+DATA = {
+    "one table": Case("", replace(BLOCKS, heads="all", is_list=False), (2, 1, 8, 32), k_len=LONG, kv_heads=2),
+    "a table for each key head": Case("", replace(BLOCKS, heads="kv_heads"), (2, 2, 8, 32), k_len=LONG, kv_heads=2),
+    "a table for each head": Case("", BLOCKS, (2, 2, 8, 32), k_len=LONG, kv_heads=2),
+    "and for each row": Case("", replace(BLOCKS, by_row=True), (3, 1, 6, 9), k_len=LONG, kv_heads=2, key_mask=True),
+    "blocks of queries": Case("", replace(BLOCKS, size=(3, 5), within=Dense()), (1, 8, 4, 16), k_len=LONG, kv_heads=1),
+    "a whole tile": Case("", replace(BLOCKS, size=(5, 64)), (1, 16, 8, 16), k_len=LONG, kv_heads=2),
+    "heads by themselves": Case("", BLOCKS, (1, 5, 4, 16), k_len=LONG),
+    "intervals": Case("", RangesForm(2, False, -2), (2, 5, 8, 16), k_len=LONG, kv_heads=2),
+    "intervals of rows": Case("", RangesForm(3, True, -2), (2, 1, 6, 16), k_len=LONG, kv_heads=6),
+    "intervals of more queries": Case("", RangesForm(2, True, -2), (2, 30, 4, 16), k_len=LONG, kv_heads=2),
+}
+
+
 @pytest.mark.parametrize("dtype", run.DTYPES, ids=str)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEW | DATA)
 def test_few_queries_are_exact(name: str, dtype: torch.dtype) -> None:
-    expected = Oracle.of(make(FEW[name].problem(dtype, needs_grad=False)))
+    expected = Oracle.of(make((FEW | DATA)[name].problem(dtype, needs_grad=False)))
     assert expected.check(expected.run(NATIVE)).failures == ()
 
 
@@ -77,10 +94,10 @@ def test_specialized_calls_give_the_same_bits(name: str, return_lse: bool) -> No
         assert optional.specialized_failures(NATIVE, asked) == []
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEW | DATA)
 def test_gradients_are_those_of_the_shared_tiles(name: str) -> None:
     """The backward pass takes out and lse of a forward pass in splits."""
-    expected = Oracle.of(make(FEW[name].problem(torch.float32, needs_grad=True)))
+    expected = Oracle.of(make((FEW | DATA)[name].problem(torch.float32, needs_grad=True)))
     assert expected.check(expected.run(NATIVE)).failures == ()
 
 

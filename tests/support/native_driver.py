@@ -39,11 +39,11 @@ class Program:
         real = run.NativePasses.args
 
         def args(self: run.NativePasses, made: library.Args, *first: Tensor, **views: Tensor) -> library.Args:
-            both = self.tables, run.forward_tables(self.problem)
-            tables = [getattr(each, name) for each in both for name in NativeTables.__dataclass_fields__]
+            own = self.made or run.forward_arguments(self.problem, made.threads)
+            tables = [getattr(each, name) for each in (self.tables, own.tables) for name in NativeTables.__dataclass_fields__]
             every = [*first, *views.values(), *tables, self.seen, self.seq_lens, self.bias, self.slopes]
             found.tensors = [tensor for tensor in every if tensor is not None]
-            found.states = run.forward_arguments(self.problem, made.threads).states * run.state_floats(self.problem)
+            found.states = own.states * run.state_floats(self.problem)
             return real(self, made, *first, **views)
 
         monkeypatch.setattr(run.NativePasses, "args", args)

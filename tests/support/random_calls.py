@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch.spec.data import Blocks, DataPattern, Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.testing.drawn import random_pattern
 
@@ -60,6 +61,7 @@ class Call:
     options: dict[str, Any]
     grads: list[Tensor] = field(default_factory=list[Tensor])
     needing: tuple[str, ...] = ()  #: the tensors that need gradients
+    counts: Tensor | None = None  #: of a pattern that holds tensors: see `random_data_pattern`
 
     def arguments(self) -> tuple[list[Tensor], dict[str, Any]]:
         """q, k, v and the keywords of attend(); the tensors that need gradients are leaves."""
@@ -105,6 +107,8 @@ def random_call(rng: Random, dtype: torch.dtype, longest: int = 40) -> Call:
     if rng.random() < 0.1:
         tensors["q"][:, rng.randint(0, q_len) :] = 0
     call = Call(random_pattern(rng, q_len, k_len) if q_len and k_len else Dense(rng.random() < 0.5), tensors, {})
+    if q_len and k_len and rng.random() < 0.3:
+        call.pattern, call.counts = random_data_pattern(rng, generator, batch, q_len, k_len, (kv_heads, heads))
     _add_masks(rng, generator, call)
     _add_terms(rng, drawn, call)
     _add_options(rng, call)
@@ -121,6 +125,47 @@ def random_call(rng: Random, dtype: torch.dtype, longest: int = 40) -> Call:
     return call
 
 
+def random_data_pattern(
+    rng: Random, generator: torch.Generator, batch: int, q_len: int, k_len: int, heads: tuple[int, int]
+) -> tuple[DataPattern, Tensor]:
+    """One that holds tensors, of any dtype and layout; and how often each query sees each key, by its definition:
+    [1 or batch, 1 or heads, q_len, k_len].
+    """
+    rows, kind, keys = rng.choice([1, batch]), rng.choice([torch.int32, torch.int64]), torch.arange(k_len)
+
+    def drawn(low: int, high: int, *shape: int) -> Tensor:
+        return laid(torch.randint(low, high + 1, shape, generator=generator).to(kind))
+
+    def laid(x: Tensor) -> Tensor:
+        name = rng.choice([PLAIN, *LAYOUTS])
+        return LAYOUTS[name](x) if name != PLAIN and x.numel() else x
+
+    if q_len == k_len and rng.random() < 0.2:
+        ids, left, is_causal = drawn(0, 1, rows, q_len).cumsum(1), rng.choice([None, 0, 5, 50]), rng.random() < 0.5
+        ids = laid(torch.where(ids % 3 == 0, -1, 5 * ids - 10))
+        same = (ids[:, :, None] == ids[:, None]) & (ids != -1)[:, None]
+        window = Window(left, 0 if is_causal else left).multiplicity(q_len)
+        return Ranges.spans(ids, is_causal, left), (same | (window > 0))[:, None].long()
+    if rng.random() < 0.4:
+        shape = (rows, *rng.choice([(), (1,), (2,), (3,)]), q_len)
+        first, length = drawn(-5, k_len + 4, *shape), drawn(-3, rng.choice([0, 5, k_len, 2**31 - 100]), *shape)
+        last = laid(first + length)
+        seen = (first[..., None] <= keys) & (keys <= last[..., None])
+        return Ranges(first, last), (seen if seen.ndim == 4 else seen[:, None]).sum(1, keepdim=True)
+    size = rng.choice([1, 2, 16, 37, 64, rng.randint(1, 256)]), rng.choice([1, 3, 8, 32, 128, rng.randint(1, 256)])
+    blocks, tables = [-(-n // block) for n, block in zip((q_len, k_len), size)], rng.choice([1, *heads])
+    if rng.random() < 0.5:
+        table = drawn(-1, blocks[1] - 1, rows, tables, blocks[0], rng.randint(0, 2 * blocks[1]))
+        counts = (table[..., None] == torch.arange(blocks[1])).sum(3)
+    else:
+        share = rng.choice([0.0, 0.1, 0.5, 0.9, 1.0])
+        table = laid(torch.rand(rows, tables, *blocks, generator=generator) < share)
+        counts = table.long()
+    within = rng.choice([None, None, Dense(is_causal=True), Window(rng.randint(0, 20), rng.choice([None, 0, 9]))])
+    counts = counts[:, :, torch.arange(q_len)[:, None] // size[0], keys // size[1]].repeat_interleave(heads[1] // tables, 1)
+    return Blocks(table, size, within), counts if within is None else counts * within.multiplicity(q_len, k_len)
+
+
 def _lengths(rng: Random, longest: int) -> tuple[int, int]:
     q_len = rng.choice([0, 1, *[rng.randint(1, longest) for _ in range(12)]])
     return q_len, rng.choice([q_len, q_len, rng.randint(q_len, longest), rng.randint(rng.randint(0, 1), longest)])
@@ -134,7 +179,8 @@ def _sizes(rng: Random, dtype: torch.dtype) -> dict[str, float]:
 def _add_masks(rng: Random, generator: torch.Generator, call: Call) -> None:
     batch, q_len, k_len = len(call.tensors["q"]), call.tensors["q"].shape[1], call.tensors["k"].shape[1]
     kind = rng.choice(["", "", "", "seq_lens", "documents", "cu_seqlens", "key_lens", "upper_left"])
-    packs = isinstance(call.pattern, Dense | Window | Dilated) and q_len == k_len
+    packs = isinstance(call.pattern, Dense | Window | Dilated | Ranges) and q_len == k_len
+    fills = isinstance(call.pattern, Dense | Window | Ranges) or getattr(call.pattern, "within", None) == Dense()
 
     def counts(low: int, high: int, size: int) -> Tensor:
         kind = rng.choice([torch.int32, torch.int64])
@@ -147,10 +193,10 @@ def _add_masks(rng: Random, generator: torch.Generator, call: Call) -> None:
     elif kind == "cu_seqlens" and packs and batch == 1:
         inner = sorted(rng.randint(0, q_len) for _ in range(rng.randint(0, 3)))
         call.tensors["cu_seqlens"] = torch.tensor([0, *inner, q_len], dtype=rng.choice([torch.int32, torch.int64]))
-    elif kind == "key_lens" and isinstance(call.pattern, Dense | Window):
+    elif kind == "key_lens" and fills:
         call.tensors["key_lens"] = counts(0, k_len, batch)
     elif kind == "upper_left":
-        call.pattern = Dense(is_causal=True)
+        call.pattern, call.counts = Dense(is_causal=True), None
     if kind == "upper_left" or (kind in ("documents", "cu_seqlens") and call.pattern == Dense(is_causal=True)):
         call.options["alignment"] = "upper_left"
     if rng.random() < 0.3:
@@ -167,7 +213,8 @@ def _add_terms(rng: Random, drawn: Callable[..., Tensor], call: Call) -> None:
         if rng.random() < 0.5:
             bias[drawn(*bias.shape) > 0.8] = -math.inf
         call.tensors["bias"] = bias
-    if rng.random() < 0.15 and not (call.options.get("alignment") and q_len > k_len):
+    refused = call.counts is not None and "key_lens" in call.tensors
+    if rng.random() < 0.15 and not (refused or (call.options.get("alignment") and q_len > k_len)):
         shape = rng.choice([(heads,), (batch, heads)])
         call.tensors["alibi_slopes"] = drawn(*shape).abs().float()
     if rng.random() < 0.15:
@@ -211,6 +258,8 @@ def counts_of(call: Call) -> Tensor:
             continue
         if call.options.get("alignment"):
             counts = torch.ones(q_len, k_len, dtype=torch.int64).tril()[None]
+        elif call.counts is not None:
+            counts = call.counts.expand(batch, heads, -1, -1)[row, :, rows, keys]
         else:
             heads_of = range(first, first + heads)
             counts = call.pattern.multiplicity(q_len, k_len, every, h_pos=heads_of)

@@ -16,7 +16,8 @@ from attn_dispatch.backends import manual
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result
-from attn_dispatch.spec.pattern import Window
+from attn_dispatch.spec.data import BlocksForm, RangesForm
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import conformance, problems, random_problems
 from attn_dispatch.testing.cases import CASES
@@ -211,7 +212,7 @@ def test_problems_of_all_kinds() -> None:
     assert len(set(found)) == len(found) > 200
     for field in ("needs_grad", "return_lse", "has_seq_lens", "has_key_mask", "deterministic", "bias_needs_grad"):
         assert {getattr(each, field) for each in found} == {False, True}
-    assert {type(each.pattern).__name__ for each in found} == {"Dense", "Window", "Dilated", "Neighborhood"}
+    assert {type(each.pattern) for each in found} == {Dense, Window, Dilated, Neighborhood, RangesForm, BlocksForm}
     assert {each.dtype for each in found} == {torch.float32, torch.bfloat16, torch.float16, torch.float64}
     assert {name for each in found for name in each.score_terms} == set(SCORE_TERMS)
     assert all(Problem.from_dict(each.to_dict()) == each for each in found)

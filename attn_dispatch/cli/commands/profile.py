@@ -14,7 +14,6 @@ from attn_dispatch.cli import options, thresholds, urls
 from attn_dispatch.cli.tables import HEAD, Table, cells, print_json, refused_by_all
 from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.learning.speedups import SpeedupSeries, all_series
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.store.folder import Store
@@ -23,6 +22,7 @@ from attn_dispatch.text import folded, printable
 if TYPE_CHECKING:
     from attn_dispatch.decisions.explanation import Explanation
     from attn_dispatch.spec.problem import Problem
+    from attn_dispatch.store.decision import Decision
 
 EXAMPLE = """examples:
   attn-dispatch profile --quick
@@ -30,6 +30,8 @@ EXAMPLE = """examples:
       causal and not, at 1024, 2048, .. 32768 tokens, as in training
   attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
       13 x 13 neighborhoods on grids of about 1024, 2048, .. 65536 tokens
+  attn-dispatch profile --thresholds --blocks 64 --shape 1,8k,8,64 --backward both
+      masks that name blocks of 64 tokens, at densities from 1/100 to 1
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
       over 4 ranks; without --sharded, each problem on one of them
   attn-dispatch profile --from problems.jsonl
@@ -41,6 +43,7 @@ QUICK_S = 40.0  #: seconds for all default problems; loading torch and checking 
 QUICK_EACH_S = 2.0  #: seconds per problem with --quick
 EACH_S = 10.0  #: seconds per problem
 STANDARD_S = 1200.0  #: seconds for all problems of --standard
+DENSITIES = (0, -2, -3, -5, -7, -10, -13)  #: of --blocks, in half octaves: 1 to 1 in 90
 DEFAULT_LENGTHS = "1k:64k"  #: default --lengths of --thresholds
 
 
@@ -56,6 +59,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     lengths = f"measures at --lengths, by default {DEFAULT_LENGTHS}, shortest first"
     above = "find the length above which another token order is faster"
     add("--thresholds", action="store_true", help=f"{above}: {lengths}")
+    blocks = "with --thresholds: of masks that name blocks of so many queries and keys, the density below which skipping pays"
+    add("--blocks", metavar="Q,K", type=options.counts, help=blocks)
     budget = "for all problems together; by default 10 s per problem"
     add("--budget", metavar="SECONDS", type=options.positive, help=budget)
     add("--from", dest="record", metavar="RECORD", help="measure the problems in a file that record() wrote")
@@ -96,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             made: dict[str, Any] = {"decisions": [each.to_dict() for each in found], "interrupted": interrupted}
             made |= {"folder": str(settings.cache_folder()), "unstored": unstored or None}
-            made |= {} if series is None else {"thresholds": thresholds.to_dicts(series)}
+            made |= {} if series is None else thresholds.to_dicts(series)
             print_json(made | ({"shared": _share(args)} if args.share else {}))
         else:
             _print(args, found, unstored, series)
@@ -145,6 +150,8 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
         from attn_dispatch.spec.shapes import standard_problems
 
         return standard_problems(options.device_of(args))
+    if args.blocks:
+        return _at_densities(args)
     if args.thresholds:
         return _at_lengths(args)
     if args.record is not None:
@@ -179,6 +186,18 @@ def _at_lengths(args: argparse.Namespace) -> list[Problem]:
     return found
 
 
+def _at_densities(args: argparse.Namespace) -> list[Problem]:
+    """The problems of the options, with tables of blocks of several densities."""
+    if not args.thresholds or args.record is not None or args.segments or args.grid or len(args.blocks) > 2:
+        wrong = "it takes one or two numbers, with --thresholds, and no --from, --segments or --grid"
+        raise InvalidInput(f"--blocks {','.join(map(str, args.blocks))}: {wrong}")
+    from attn_dispatch.spec.data import BlocksForm
+
+    size, found = (args.blocks[0], args.blocks[-1]), options.problems_of(args)
+    forms = ((each, BlocksForm(size, "all", False, False, each.pattern, density)) for each in found for density in DENSITIES)
+    return [replace(each, pattern=form, given=form) for each, form in forms]
+
+
 def _recorded(args: argparse.Namespace) -> list[Problem]:
     """The recorded problems; `args.weights` then has the time that each took."""
     from attn_dispatch.machine.devices import resolve
@@ -206,16 +225,16 @@ def _budget(args: argparse.Namespace, count: int) -> float | None:
     return count * (QUICK_EACH_S if args.quick else EACH_S)
 
 
-def _series(problems: Sequence[Problem]) -> list[SpeedupSeries]:
-    """The stored series of these problems' devices: of these lengths, and of those measured before."""
+def _series(problems: Sequence[Problem]) -> list[Decision]:
+    """The stored decisions of these problems' devices: of these lengths, and of those measured before."""
     from attn_dispatch.machine.hardware import silicon
 
     here = {silicon(problem.device) for problem in problems}
-    return all_series(each for _, each in Store(settings.cache_folder()).all() if each.silicon in here)
+    return [each for _, each in Store(settings.cache_folder()).all() if each.silicon in here]
 
 
 def _print(
-    args: argparse.Namespace, found: Sequence[Explanation], unstored: str, series: Sequence[SpeedupSeries] | None
+    args: argparse.Namespace, found: Sequence[Explanation], unstored: str, series: Sequence[Decision] | None
 ) -> None:
     """Print the decisions, the thresholds and what is shared, as far as they were asked for."""
     if len(found) == 1 or args.verbose:

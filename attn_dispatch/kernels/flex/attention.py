@@ -10,7 +10,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,16 +20,31 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import refuse_second_derivatives
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
 from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
+from attn_dispatch.kernels.flex.data import (
+    NO_DATA,
+    DataTables,
+    arithmetic,
+    counted_by,
+    table_axes,
+    tables_of,
+    without_density,
+)
 from attn_dispatch.kernels.flex.mask import (
+    LISTS,
+    Blocks,
+    Count,
+    RowCount,
     blocks_of,
     counts_above_one,
     distinct_heads,
+    listed,
     multiplicity_function,
     score_function,
 )
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves, token_order_of
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -48,10 +63,12 @@ compiling = True
 
 def refusals(problem: Problem, patterns: tuple[type[Pattern], ...]) -> list[Refusal]:
     """What has no block tables, or too large ones."""
-    unknown = refuse_pattern(problem, patterns)
+    form = problem.pattern
+    pattern = arithmetic(form) if isinstance(form, Form) else form
+    unknown = refuse_pattern(replace(problem, pattern=pattern), patterns)
     if unknown:  # the code below needs a known pattern
         return unknown
-    if problem.q_len != problem.k_len and not isinstance(problem.pattern, Dense | Window):
+    if problem.q_len != problem.k_len and not isinstance(pattern, Dense | Window):
         return [Refusal("lengths", f"takes equal lengths here, not {problem.q_len} and {problem.k_len}")]
     needed = block_table_bytes(problem)
     if needed <= TABLE_LIMIT:
@@ -72,13 +89,18 @@ def block_table_bytes(problem: Problem, order: str = NATURAL) -> int:
         return 0
     entries = -(-problem.q_len // BLOCK) * -(-problem.k_len // BLOCK)
     moved = order != NATURAL or token_order_of(problem.pattern) != NATURAL
-    return 16 * distinct_heads(problem.pattern.natural, problem.heads, BLOCK, moved) * entries
+    rows, heads = table_axes(problem.pattern, problem)
+    return 16 * rows * max(heads, distinct_heads(arithmetic(problem.pattern), problem.heads, BLOCK, moved)) * entries
 
 
 def flops(problem: Problem) -> int:
     """Operations on all pairs of the computed blocks."""
-    blocks = _computed_blocks(problem.pattern, problem.q_len, problem.k_len, problem.heads, problem.device)
-    return problem.batch * blocks * BLOCK**2 * problem.head_dim * (14 if problem.needs_grad else 4)
+    if isinstance(problem.pattern, Form):
+        pairs = problem.heads * problem.pattern.pairs(problem.q_len, problem.k_len, ())
+    else:
+        of_pattern = problem.pattern, problem.q_len, problem.k_len, problem.heads, problem.device
+        pairs = _computed_blocks(*of_pattern) * BLOCK**2
+    return problem.batch * pairs * problem.head_dim * (14 if problem.needs_grad else 4)
 
 
 @lru_cache(maxsize=4096)
@@ -117,7 +139,7 @@ def _whole_scores(problem: Problem) -> int:
 
 
 def run(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, attention: _CompiledAttention, **tensors: Tensor
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, attention: CompiledAttention, **tensors: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A backend's `run`, by what `made` returned for the problem."""
     if not attention.ready:
@@ -128,7 +150,9 @@ def run(
         inputs = list(hidden.zeroed(*given))
         if attention.positions is not None:
             inputs = [x.index_select(1, attention.positions) for x in inputs]
-        result = attention(*map(_heads_first, inputs), *_masks(tensors))
+        data = tensors.get("pattern_data")
+        tables = NO_DATA if data is None else tables_of(problem, data, BLOCK)
+        result = attention(*map(_heads_first, inputs), *_masks(tensors), data=tables)
         out, lse = (result, None) if isinstance(result, Tensor) else result
         out = out.transpose(1, 2)
         if attention.positions is not None and attention.places is not None:
@@ -143,13 +167,13 @@ def run(
 
 
 @dataclass
-class _CompiledAttention:
+class CompiledAttention:
     """The functions of one problem in one order, one for each kind of inputs, compiled by their first calls.
 
     `positions` and `places` permute inputs and results; None: no permutation.
     """
 
-    made: Callable[[], Callable[..., Any]]
+    made: Callable[[bool], Callable[..., Any]]
     block_table_bytes: int
     positions: Tensor | None = None
     places: Tensor | None = None
@@ -159,21 +183,22 @@ class _CompiledAttention:
     def ready(self) -> bool:
         return bool(self.functions)
 
-    def __call__(self, *inputs: Tensor | None) -> Any:
+    def __call__(self, *inputs: Tensor | None, data: DataTables = NO_DATA) -> Any:
         # What the compiler's guards would compare, which takes longer: they are left out.
-        kind = tuple((x.stride(), x.dtype, x.requires_grad, type(x)) for x in inputs if x is not None)
+        read = (x for x in (*inputs, *data.counted) if x is not None)
+        kind = data.repeated, *((x.stride(), x.dtype, x.requires_grad, type(x)) for x in read)
         function = self.functions.get(kind)
         if function is not None:
-            return function(*inputs)
-        function = self.made()
+            return function(*inputs, data.counted, data.lists)
+        function = self.made(data.repeated)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about the compiler's internals
-            result = function(*inputs)
+            result = function(*inputs, data.counted, data.lists)
         self.functions[kind] = function
         return result
 
 
-def made(problem: Problem, order: str, flash_block: int = 0) -> _CompiledAttention:
+def made(problem: Problem, order: str, flash_block: int = 0) -> CompiledAttention:
     """What `run` calls, to be kept; `flash_block`: see `_function`."""
     pattern, stored = problem.pattern.natural, token_order_of(problem.pattern)
     order = order if stored == NATURAL else stored
@@ -182,11 +207,13 @@ def made(problem: Problem, order: str, flash_block: int = 0) -> _CompiledAttenti
     moved = positions if stored == NATURAL else None
     back = None if moved is None else places(moved)
     make = partial(_function, problem, positions, flash_block)
-    return _CompiledAttention(make, block_table_bytes(problem, order), moved, back)
+    own_tables = 0 if isinstance(pattern, Form) else block_table_bytes(problem, order)
+    return CompiledAttention(make, own_tables, moved, back)
 
 
-def kept(make: Callable[[Problem, str], _CompiledAttention]) -> DeviceCache[[str], _CompiledAttention]:
-    return DeviceCache(make, size=lambda found: found.block_table_bytes, most=MAX_COMPILED, most_bytes=TABLE_LIMIT)
+def kept(make: Callable[[Problem, str], CompiledAttention]) -> DeviceCache[[str], CompiledAttention]:
+    size, key = (lambda found: found.block_table_bytes), (lambda problem, order: (without_density(problem), order))
+    return DeviceCache(make, key, size, MAX_COMPILED, TABLE_LIMIT)
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -229,36 +256,42 @@ def _plain_torch_state(problem: Problem) -> Iterator[None]:
 
 def _unmasked(problem: Problem) -> bool:
     return (
-        not (problem.masked or problem.bias)
+        not (problem.masked or problem.bias or isinstance(problem.pattern, Form))
         and multiplicity_function(problem.pattern.natural, problem.q_len, problem.k_len, problem.heads) is None
     )
 
 
-def _function(problem: Problem, positions: Tensor | None, flash_block: int = 0) -> Callable[..., Any]:
-    """The function from q, k, v [batch, heads, len, head_dim] and the tensors of `_masks` to out, or (out, lse).
+def _function(
+    problem: Problem, positions: Tensor | None, flash_block: int = 0, repeated: bool = False
+) -> Callable[..., Any]:
+    """The function from q, k, v [batch, heads, len, head_dim], the tensors of `_masks` and those of `DataTables` to
+    out, or (out, lse).
 
     Args:
         positions: natural positions of the rows of q, k and v. Masks go by place in the caller's tensors.
         flash_block: tokens per side of a block of flash-attn 4's kernel; 0: PyTorch's kernel runs.
+        repeated: whether a query may see a key more than once by the pattern's tensors.
     """
     from torch.nn.attention import flex_attention as library
 
     tables = None if _unmasked(problem) else _tables(problem, positions, flash_block)
     attend: Any = library.flex_attention if compiling else _uncompiled
-    natural, device = problem.pattern.natural, problem.device
-    count = multiplicity_function(natural, problem.q_len, problem.k_len, problem.heads, device)
+    plain, form, device = arithmetic(problem.pattern), problem.pattern, problem.device
+    of_plain = multiplicity_function(plain, problem.q_len, problem.k_len, problem.heads, device)
     as_stored = positions is None or token_order_of(problem.pattern) != NATURAL
-    repeated = count if counts_above_one(natural) else None
+    adds = counts_above_one(plain) or repeated
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.heads != problem.kv_heads}
     options.update(_lse_options(library, problem), **_kernel_options(problem, flash_block))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, *given: Tensor | None) -> Any:
-        seq_lens, key_mask, bias, slopes = given
+    def call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Any:
+        seq_lens, key_mask, bias, slopes, counted, lists = given
+        count = _at(of_plain, positions)
+        if isinstance(form, Form):
+            count = counted_by(form, of_plain, problem.heads, counted, repeated)
 
         def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            at_i, at_j = (i, j) if positions is None else (positions[i], positions[j])
-            seen = j >= 0 if count is None else count(h, at_i, at_j) > 0
-            i, j = (i, j) if as_stored else (at_i, at_j)
+            seen = j >= 0 if count is None else count(b, h, i, j) > 0
+            i, j = (i, j) if as_stored or positions is None else (positions[i], positions[j])
             if seq_lens is not None:
                 seen = seen & (i < seq_lens[b]) & (j < seq_lens[b])
             if bias is not None:
@@ -266,10 +299,10 @@ def _function(problem: Problem, positions: Tensor | None, flash_block: int = 0) 
                 seen = seen & (bias[row, head, i, j] > -math.inf)
             return seen if key_mask is None else seen & key_mask[b, j]
 
-        score = score_function(problem, repeated, None if as_stored else positions, positions, bias, slopes)
+        score = score_function(problem, count if adds else None, None if as_stored else positions, bias, slopes)
         if compiling and not torch.compiler.is_dynamo_compiling():  # the library would allocate all scores
             raise RuntimeError("torch.compile is turned off, so that there is no kernel to run")
-        blocks = None if tables is None else library.BlockMask(mask_mod=mask, **tables)
+        blocks = None if tables is None else library.BlockMask(mask_mod=mask, **tables, **dict(zip(LISTS, lists)))
         result = attend(q, k, v, score_mod=score, block_mask=blocks, **options)
         return (result[0], getattr(result[1], "lse", result[1])) if problem.return_lse else result
 
@@ -299,25 +332,25 @@ def _kernel_options(problem: Problem, flash_block: int) -> dict[str, Any]:
     return {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}} if many else {}
 
 
+def _at(count: Count | None, positions: Tensor | None) -> RowCount | None:
+    """The multiplicity of rows at these positions."""
+    if count is None:
+        return None
+    if positions is None:
+        return lambda b, h, i, j: count(h, i, j)
+    return lambda b, h, i, j: count(h, positions[i], positions[j])
+
+
 def _tables(problem: Problem, positions: Tensor | None, flash_block: int = 0) -> dict[str, Any]:
-    """The fields of a BlockMask without its function. With masks or a bias no block is known to be full."""
+    """The fields of a BlockMask without its function, and, of masks made of data, without the lists."""
     q_len, k_len, heads, size = problem.q_len, problem.k_len, problem.heads, flash_block or BLOCK
-    blocks = blocks_of(problem.pattern.natural, q_len, k_len, heads, size, problem.device, positions)
-    whole = torch.zeros_like(blocks.full) if problem.masked or problem.bias else blocks.full
     tables: dict[str, Any] = {"seq_lengths": (q_len, k_len), "BLOCK_SIZE": (size, size)}
-    for prefix, chosen in (("", blocks.nonempty & ~whole), ("full_", whole)):
-        used = not prefix or flash_block or bool(whole.any())  # flash-attn 4's kernel takes both kinds, or none
-        for side, table in (("kv", chosen), ("q", chosen.mT)):
-            count, order = _listed(table) if used else (None, None)
-            tables |= {f"{prefix}{side}_num_blocks": count, f"{prefix}{side}_indices": order}
-    return tables
-
-
-def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the number of set blocks, and the block indices with set blocks first; both with a batch axis."""
-    count = table.sum(-1, dtype=torch.int32)
-    order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    return count[None].contiguous(), order[None].contiguous()
+    if isinstance(problem.pattern, Form):
+        return tables
+    found = blocks_of(problem.pattern.natural, q_len, k_len, heads, size, problem.device, positions)
+    partly = bool(problem.masked or problem.bias)
+    # flash-attn 4's kernel takes lists of both kinds, or none.
+    return tables | listed(Blocks(found.nonempty[None], found.full[None]), partly, always=bool(flash_block))
 
 
 def _uncompiled(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float, **options: Any) -> Any:

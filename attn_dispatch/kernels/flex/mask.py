@@ -20,7 +20,8 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Axis, Band, Reach
 
-Count = Callable[[Tensor, Tensor, Tensor], Tensor]
+Count = Callable[[Tensor, Tensor, Tensor], Tensor]  #: of head, query and key
+RowCount = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  #: of row of the batch, head, query and key
 
 
 def multiplicity_function(
@@ -62,9 +63,8 @@ def multiplicity_function(
 
 def score_function(
     problem: Problem,
-    count: Count | None,
+    count: RowCount | None,
     places: Tensor | None,
-    positions: Tensor | None,
     bias: Tensor | None,
     slopes: Tensor | None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
@@ -72,7 +72,7 @@ def score_function(
 
     Args:
         count: the multiplicity, whose logarithm is added; None where it is never above 1.
-        places, positions: of the kernel's rows, in the caller's tensors and in the pattern; None for the same.
+        places: of the kernel's rows in the caller's tensors; None for the same.
     """
     wide, shift = sum_dtype(problem.dtype), problem.k_len - problem.q_len
     if count is None and not problem.score_terms:
@@ -89,8 +89,7 @@ def score_function(
             slope = slopes[h] if slopes.ndim == 1 else slopes[b, h]
             s = s - slope.to(wide) * (query + shift - key).abs().to(wide)
         if count is not None:
-            at = (i, j) if positions is None else (positions[i], positions[j])
-            times = count(h, *at)
+            times = count(b, h, i, j)
             s = s + torch.where(times > 1, times, 1).to(wide).log()  # clamp: flash-attn 4's compiler lacks it
         return s
 
@@ -147,6 +146,10 @@ def _neighborhood(grid: tuple[Axis, ...]) -> Count:
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 FAR = 2**40  #: past every place
+#: The lists of a BlockMask.
+LISTS = tuple(
+    f"{prefix}{side}_{what}" for prefix in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,27 @@ def _branch(reach: Reach, size: int) -> tuple[Tensor, Tensor]:
         blocks.append((meets, covers))
     nonempty, full = (torch.stack(each).all(0) for each in zip(*blocks))
     return nonempty, full
+
+
+def listed(blocks: Blocks, partly: bool, always: bool) -> dict[str, Tensor | None]:
+    """The lists of a BlockMask, of the blocks [rows, heads, query blocks, key blocks].
+
+    Args:
+        partly: whether no block is known to be full: there are masks, or a bias.
+        always: whether there are lists of full blocks even where there is no such block.
+    """
+    whole = torch.zeros_like(blocks.full) if partly else blocks.full
+    some, none = blocks.nonempty & ~whole, (None, None)
+    found = [*_listed(some), *_listed(some.mT)]
+    found += [*_listed(whole), *_listed(whole.mT)] if always or bool(whole.any()) else [None] * 4
+    return dict(zip(LISTS, found))
+
+
+def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Per row the number of set blocks, and the block indices with set blocks first."""
+    count = table.sum(-1, dtype=torch.int32)
+    order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return count.contiguous(), order.contiguous()
 
 
 def _blocked(x: Tensor, size: int, fill: int) -> Tensor:

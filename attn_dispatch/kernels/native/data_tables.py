@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
-from attn_dispatch.kernels.native.run import NativePasses
+from attn_dispatch.kernels.native.run import (
+    ForwardArguments,
+    NativePasses,
+    WorkUnits,
+    arguments_in_units,
+    packs_heads,
+    units_of,
+)
 from attn_dispatch.kernels.native.tables import TILE, VECTOR, VECTORS, NativeTables, group_of_vectors
 from attn_dispatch.kernels.progressions import OPEN
 from attn_dispatch.spec.data import Blocks, BlocksForm, DataPattern, Ranges, RangesForm, derived
-from attn_dispatch.spec.pattern import Dense, Pattern
+from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Band
 from attn_dispatch.spec.tracing import make_plain
@@ -30,51 +38,86 @@ AT_ONCE = 2**25  #: entries of a temporary table
 Runs = tuple[Tensor, ...]
 
 
-def data_tables(pattern: DataPattern, problem: Problem, row: int) -> NativeTables:
-    """The tables of a row of the batch: made once, and kept as long as the pattern's tensors."""
-    sizes = problem.q_len, problem.k_len, problem.heads
-    return derived(pattern.data, ("native", row, *sizes), lambda: make_plain(_tables, pattern, row, *sizes))
+class Sizes(NamedTuple):
+    """What tables depend on besides the data; `packed_heads` share a tile, query by query."""
+
+    q_len: int
+    k_len: int
+    heads: int
+    packed_heads: int
 
 
-def _tables(pattern: DataPattern, row: int, q_len: int, k_len: int, heads: int) -> NativeTables:
+def _tables(pattern: DataPattern, row: int, sizes: Sizes) -> NativeTables:
     if isinstance(pattern, Ranges):
-        return interval_tables([pattern.data[:, row]], k_len, heads)
+        return _of_intervals([pattern.data[:, row]], sizes)
     assert isinstance(pattern, Blocks)
-    bands = pattern.within.bands(q_len, k_len, ())
+    bands = pattern.within.bands(sizes.q_len, sizes.k_len, ())
     assert bands is not None  # see `refused_within`
-    counts = pattern.block_counts(k_len)[row]
-    return _joined(_of_blocks(counts, pattern.size, q_len, k_len, bands), None, len(counts), q_len, heads)
+    counts = pattern.block_counts(sizes.k_len)[row]
+    tables = min(len(counts), sizes.heads // sizes.packed_heads)
+    return _joined(_of_blocks(counts, pattern.size, sizes, bands), None, tables, sizes)
 
 
 def interval_tables(intervals: Sequence[Tensor], k_len: int, heads: int) -> NativeTables:
     """The tables of intervals of keys [2, intervals, q_len]: for all heads, or for equal runs of heads."""
-    q_len, parts = intervals[0].shape[2], list[list[Runs]]()
+    return _of_intervals(intervals, Sizes(intervals[0].shape[2], k_len, heads, 1))
+
+
+def _of_intervals(intervals: Sequence[Tensor], sizes: Sizes) -> NativeTables:
+    parts, tiles = list[list[Runs]](), -(-sizes.q_len // TILE)
     for number, each in enumerate(intervals):
-        before = number * -(-q_len // TILE)
-        parts.append([(tile + before, *rest) for tile, *rest in _of_ranges(each, k_len)])
+        parts.append([(tile + number * tiles, *rest) for tile, *rest in _of_ranges(each, sizes)])
     runs, listed = (tuple(map(torch.cat, zip(*some))) for some in zip(*parts))
-    return _joined(runs, listed, len(intervals), q_len, heads)
+    return _joined(runs, listed, len(intervals), sizes)
+
+
+class Prepared(NamedTuple):
+    """What a call needs besides its tensors: a problem of each row with its own tables, or of all rows."""
+
+    problem: Problem
+    rows: tuple[ForwardArguments, ...]
+
+
+def _prepared(problem: Problem, data: Tensor, threads: int) -> Prepared:
+    pattern = problem.pattern.bound(data)
+    assert isinstance(pattern, DataPattern)
+    rows = pattern.data.shape[1 if isinstance(pattern, Ranges) else 0]
+    if rows > 1:
+        problem = replace(problem, batch=1, bias=(1, *problem.bias[1:]) if problem.bias else ())
+    return Prepared(problem, tuple(_arguments(pattern, problem, row, threads) for row in range(rows)))
+
+
+def _arguments(pattern: DataPattern, problem: Problem, row: int, threads: int) -> ForwardArguments:
+    packed_heads = problem.heads // problem.kv_heads if packs_heads(problem) and not problem.needs_grad else 1
+    sizes = Sizes(problem.q_len, problem.k_len, problem.heads, packed_heads)
+    tables = derived(pattern.data, ("native tables", row, sizes), lambda: _tables(pattern, row, sizes))
+    if tables.listed is not None:
+        return arguments_in_units(problem, tables, WorkUnits(1, 1, 1, 0), threads)
+    keys = torch.zeros(len(tables.tiles), dtype=torch.int64)
+    keys.index_add_(0, torch.repeat_interleave(tables.tiles[:, 4]), tables.runs[:, 2])
+    units = units_of(problem, tables, packed_heads, int(keys.max()), threads)
+    return arguments_in_units(problem, tables, units, threads)
 
 
 def passes_of(
-    pattern: DataPattern,
     problem: Problem,
+    data: Tensor,
     seen: Tensor | None,
     seq_lens: Tensor | None,
     bias: Tensor | None,
     slopes: Tensor | None,
 ) -> Passes:
     """The passes of a problem, with tables for each row of the batch where the pattern has tensors by row."""
-    rows = pattern.data.shape[1 if isinstance(pattern, Ranges) else 0]
-    inner = replace(problem, pattern=Dense())  # of which only the sizes are asked
-    if rows == 1:
-        return NativePasses(inner, data_tables(pattern, problem, 0), seen, seq_lens, bias, slopes)
-    inner, found = replace(inner, batch=1, bias=(1, *inner.bias[1:]) if inner.bias else ()), list[NativePasses]()
-    for row in range(rows):
+    threads = torch.get_num_threads()
+    inner, rows = derived(data, ("native", problem, threads), lambda: make_plain(_prepared, problem, data, threads))
+    if len(rows) == 1:
+        return NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0])
+    found = list[NativePasses]()
+    for row, made in enumerate(rows):
         own = slice(row, row + 1)
         masks = (None if x is None else x[own] for x in (seen, seq_lens))
         terms = (bias if bias is None or len(bias) == 1 else bias[own]), (slopes if slopes is None or slopes.ndim == 1 else slopes[own])
-        found.append(NativePasses(inner, data_tables(pattern, problem, row), *masks, *terms))
+        found.append(NativePasses(inner, made.tables, *masks, *terms, made=made))
     return ByRow(tuple(found), problem.bias[:1] == (1,))
 
 
@@ -116,7 +159,7 @@ def refused_within(within: Pattern) -> bool:
     return bool(within.branches) or bool(within.axes)
 
 
-def _joined(runs: Runs, listed: Runs | None, tables: int, q_len: int, heads: int) -> NativeTables:
+def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> NativeTables:
     """The tables of runs with bounds, and of listed keys (tile, key, lanes, interval), which follow them in each tile.
 
     The kernel adds to several rows of dk at once: a listed run has no key twice.
@@ -133,13 +176,16 @@ def _joined(runs: Runs, listed: Runs | None, tables: int, q_len: int, heads: int
         changed = torch.ones(len(at), dtype=torch.bool)
         changed[1:] = kind[1:] != kind[:-1]
         start = changed.nonzero()[:, 0]
-        sizes = torch.diff(start, append=torch.tensor([len(at)]))
+        counted = torch.diff(start, append=torch.tensor([len(at)]))
         sides = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
-        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), sizes, *sides], dim=1)])
+        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), counted, *sides], dim=1)])
         tile, lanes = torch.cat([tile, at[start]]), torch.cat([lanes, torch.full_like(start, -1)])
         order = tile.argsort(stable=True)
         table, tile, lanes = table[order], tile[order], lanes[order]
+    q_len, heads, packed_heads = sizes.q_len, sizes.heads, sizes.packed_heads
     each = -(-q_len // TILE)
+    if 1 < packed_heads < TILE / q_len:
+        lanes = lanes | -1 << q_len * packed_heads  # those that no query has: the kernel asks whether all see a run
     number = torch.bincount(tile, minlength=tables * each)
     query = torch.arange(0, q_len, TILE).repeat(tables)
     of_tile = [query, torch.ones_like(query), (q_len - query).clamp(max=TILE), number.cumsum(0) - number, number]
@@ -156,15 +202,23 @@ def _bit_sum(seen: Tensor, dim: int) -> Tensor:
     return (seen.long() << torch.arange(seen.shape[dim]).view(shape)).sum(dim)
 
 
-def _of_ranges(data: Tensor, k_len: int) -> tuple[Runs, Runs]:
+def _packed(lanes: Tensor, sizes: Sizes) -> Tensor:
+    """The lanes of heads [.., 1 or packed_heads] as those of one tile, where those of a query are neighbours."""
+    query, head = torch.arange(sizes.q_len)[:, None], torch.arange(sizes.packed_heads)
+    return ((lanes[..., None, :] >> query & 1) << query * sizes.packed_heads + head).sum((-2, -1))
+
+
+def _of_ranges(data: Tensor, sizes: Sizes) -> tuple[Runs, Runs]:
     """Runs and listed keys of the intervals [2, intervals, q_len]."""
+    k_len = sizes.k_len
     first, stop = data[0].long().clamp(min=0), (data[1].long() + 1).clamp(max=k_len)
     none = first >= stop
     first, stop = first.masked_fill(none, 0), stop.masked_fill(none, 0)
     # The last query fills the last tile: its lanes are dropped.
     at = torch.arange(-(-first.shape[1] // TILE) * TILE).clamp(max=first.shape[1] - 1)
     runs, listed = list[tuple[Tensor, ...]](), list[tuple[Tensor, ...]]()
-    short = (first.shape[1] - 1) // TILE if first.shape[1] % TILE in range(1, FEW + 1) else -1  # the last tile
+    few = sizes.packed_heads > 1 or first.shape[1] % TILE in range(1, FEW + 1)
+    short = (first.shape[1] - 1) // TILE if few else -1  # the last tile
     for interval, (begins, ends) in enumerate(zip(first[:, at], stop[:, at])):
         for tile, key, count, lanes in _stretches(begins.view(-1, TILE), ends.view(-1, TILE)):
             long = (count >= LONG) | (tile == short)
@@ -175,6 +229,7 @@ def _of_ranges(data: Tensor, k_len: int) -> tuple[Runs, Runs]:
             at_keys = (x[rest].repeat_interleave(each) for x in (tile, lanes))
             listed.append((next(at_keys), keys, next(at_keys), torch.full_like(keys, interval)))
     tile, key, count, lanes = (torch.cat(each) for each in zip(*runs))
+    lanes = _packed(lanes[:, None], sizes) if sizes.packed_heads > 1 else lanes
     low, high = torch.full_like(key, -OPEN), torch.full_like(key, OPEN)
     order = tile.argsort(stable=True)
     found = tuple(x[order] for x in (tile, key, count, low, high, lanes))
@@ -195,9 +250,10 @@ def _stretches(begins: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tile[seen] + start, key[seen], count[tile, at][seen], lanes[seen]
 
 
-def _of_blocks(counts: Tensor, size: tuple[int, int], q_len: int, k_len: int, bands: Sequence[Band]) -> Runs:
+def _of_blocks(counts: Tensor, size: tuple[int, int], sizes: Sizes, bands: Sequence[Band]) -> Runs:
     """Runs of blocks that are seen `counts` [tables, q blocks, k blocks] times, each cut by these bands."""
-    (qb, kb), each = size, -(-q_len // TILE)
+    (qb, kb), (q_len, k_len, heads, packed_heads) = size, sizes
+    each = -(-q_len // TILE)
     query = torch.arange(each * TILE).clamp(max=q_len - 1).view(each, TILE)
     block, found = query // qb, list[tuple[Tensor, ...]]()
     for times in range(1, int(counts.max()) + 1 if counts.numel() else 1):
@@ -207,6 +263,9 @@ def _of_blocks(counts: Tensor, size: tuple[int, int], q_len: int, k_len: int, ba
             own = _bit_sum(block == block[:, :1] + n, 1)  # lanes of each tile's n-th block
             rows = (block[:, 0] + n).clamp(max=counts.shape[1] - 1)
             lanes |= torch.where(seen[:, rows], own[:, None], 0)
+        if packed_heads > 1:
+            lanes = lanes.view(-1, packed_heads if len(counts) == heads else 1, 1, lanes.shape[2])
+            lanes = _packed(lanes.permute(0, 2, 3, 1), sizes)
         lanes = lanes.flatten(0, 1)
         changed = torch.ones_like(lanes, dtype=torch.bool)
         changed[:, 1:] = lanes[:, 1:] != lanes[:, :-1]

@@ -58,6 +58,7 @@ class NativePasses:
     slopes: Tensor | None = None
     later: tuple[NativeTables, ...] = ()  #: of more queries, which are computed after those of `tables`
     more_keys: bool = False  #: whether the backward pass is given the lse of more keys than these
+    made: ForwardArguments | None = None  #: for `tables`; by default those of the problem's pattern, if they are
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
@@ -69,11 +70,13 @@ class NativePasses:
         problem = self.problem
         q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
         out = in_large_pages(torch.empty(q.shape, dtype=q.dtype, device=q.device))
-        if self.tables is native_tables(problem):
-            fixed, _, states = forward_arguments(problem, torch.get_num_threads())
-            args = self.args(library.Args.from_buffer_copy(fixed), q, k, v, out)
-            if states:
-                left = torch.empty(states, state_floats(problem), dtype=torch.float32, device=q.device)
+        made = self.made
+        if made is None and self.tables is native_tables(problem):
+            made = forward_arguments(problem, torch.get_num_threads())
+        if made is not None:
+            args = self.args(library.Args.from_buffer_copy(made.args), q, k, v, out)
+            if made.states:
+                left = torch.empty(made.states, state_floats(problem), dtype=torch.float32, device=q.device)
                 args.states = left.data_ptr()
         else:
             args = self.args(arguments(problem, self.tables, torch.get_num_threads()), q, k, v, out)
@@ -213,7 +216,11 @@ class ForwardArguments(NamedTuple):
 @lru_cache(maxsize=64)
 def forward_arguments(problem: Problem, threads: int) -> ForwardArguments:
     """The arguments of a forward pass on the problem's own rows."""
-    tables, units = forward_tables(problem), work_units(problem, threads)
+    return arguments_in_units(problem, forward_tables(problem), work_units(problem, threads), threads)
+
+
+def arguments_in_units(problem: Problem, tables: NativeTables, units: WorkUnits, threads: int) -> ForwardArguments:
+    """The arguments of a forward pass that is cut so."""
     made = arguments(problem, tables, threads)
     made.packed_heads, made.together, made.splits, tiles = units
     return ForwardArguments(bytes(made), tables, tiles * units.splits if units.splits > 1 else 0)
@@ -257,11 +264,16 @@ def work_units(problem: Problem, threads: int) -> WorkUnits:
     if tables.order is not None:
         return WorkUnits(1, 1, 1, 0)
     classes = tables.head_class.view(-1, group)
-    packed_heads = group if group * problem.q_len <= TILE and bool((classes == classes[:, :1]).all()) else 1
-    tiles = problem.batch * int(tables.first_tile.diff()[tables.head_class[::packed_heads]].sum())
+    packed_heads = group if packs_heads(problem) and bool((classes == classes[:, :1]).all()) else 1
     runs = tables.runs
     seen = runs[:, 2].minimum(runs[:, 4] - runs[:, 3] + min(TILE, problem.q_len))  # by the queries of a tile
-    keys, splits = int(seen.max()) if len(runs) else 0, 1
+    return units_of(problem, tables, packed_heads, int(seen.max()) if len(runs) else 0, threads)
+
+
+def units_of(problem: Problem, tables: NativeTables, packed_heads: int, keys: int, threads: int) -> WorkUnits:
+    """The units of a forward pass on tables without listed keys, of which a tile reads about so many."""
+    tiles = problem.batch * int(tables.first_tile.diff()[tables.head_class[::packed_heads]].sum())
+    splits = 1
     alike = bool((tables.head_class == tables.head_class[0]).all())
     together = 1
     if alike and few_lanes(problem) and side_by_side(problem):
@@ -271,6 +283,11 @@ def work_units(problem: Problem, threads: int) -> WorkUnits:
     while keys >= (splits + 1) * SPLIT and units * splits % threads and units * splits < UNITS_PER_THREAD * threads:
         splits += 1
     return WorkUnits(packed_heads, together, splits, tiles)
+
+
+def packs_heads(problem: Problem) -> bool:
+    """Whether the queries of grouped heads fit into one tile."""
+    return problem.heads // problem.kv_heads * problem.q_len <= TILE
 
 
 def few_lanes(problem: Problem) -> bool:

@@ -14,18 +14,25 @@ from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, sum_dty
 from attn_dispatch.kernels.tiles.pairs import AT_ONCE
 from attn_dispatch.kernels.tiles.run import most_keys
 from attn_dispatch.kernels.tiles.tables import MASK_BYTES, PAIR, SPAN, Outline, outline_of
+from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE, token_order_of
+from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.reach import Axis, Band
 
 PAIR_LIMIT = 2**24  #: of tile pairs
 OUTLINED_TOKENS, OUTLINED_PAIRS = 2**20, 2**18  #: of all classes of heads; more take long to look at
 PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 200, 32, 32  #: of tables and while they are built; boxes, positions per axis
+BLOCK_BYTES = 32  #: of each count of blocks, and while pairs are found by them
+ROUNDED = 1.2  #: a density is rounded to half octaves
 
 
 def estimated_keys(problem: Problem, order: str, tile: int) -> int:
     """Estimated keys in the key tiles that one query tile reads, if tiles are aligned with segments and windows."""
     pattern, most = problem.pattern.natural, -(-problem.k_len // tile) * tile
+    if isinstance(pattern, Form):
+        keys = _share(problem, tile) * estimated_keys(_without_data(problem), NATURAL, tile)
+        return max(tile, -(-math.ceil(keys) // tile) * tile)
     order = order if problem.pattern is pattern else token_order_of(problem.pattern)
     if order == HILBERT and not pattern.axes:
         return most  # a folded sequence mixes distant tokens in each tile
@@ -38,6 +45,39 @@ def estimated_keys(problem: Problem, order: str, tile: int) -> int:
     else:
         most = min(most, sum(_keys_of_band(band, problem, tile) for band in _bands(problem)))
     return max(most, tile)
+
+
+def _without_data(problem: Problem) -> Problem:
+    """The problem of the pattern that a form's tensors cut."""
+    form = problem.pattern
+    return replace(problem, pattern=form.within if isinstance(form, BlocksForm) else Dense())
+
+
+def _share(problem: Problem, tile: int) -> float:
+    """Estimated share of the tile pairs that a pattern's tensors see; of blocks it is the most at their density."""
+    form = problem.pattern
+    assert isinstance(form, Form)
+    share = 2.0 ** ((form.density or 0) / 2)
+    if isinstance(form, RangesForm):
+        return min(1.0, share + 2 * form.intervals * tile / problem.k_len)
+    assert isinstance(form, BlocksForm)
+    for side, length in zip(form.size, (problem.q_len, problem.k_len)):
+        tiles = -(-side // tile) + (side % tile > 0 and tile % side > 0)  # of a block
+        share *= -(-length // side) * tiles / -(-length // tile)
+    return min(1.0, share)
+
+
+def tables_per_head(problem: Problem) -> int:
+    """How many rows of the batch have tables of their own."""
+    return problem.batch if getattr(problem.pattern, "by_row", False) else 1
+
+
+def branch_count(problem: Problem) -> int:
+    """The branches of a head, at most."""
+    form = problem.pattern.natural
+    if isinstance(form, RangesForm):
+        return form.intervals
+    return len((form.within if isinstance(form, BlocksForm) else form).branches)
 
 
 def _keys_of_band(band: Band, problem: Problem, tile: int) -> int:
@@ -92,32 +132,60 @@ def estimated_pairs(problem: Problem, order: str, tile: int) -> int:
 
 
 def most_pairs(problem: Problem, order: str, tile: int) -> int:
-    """Upper bound of the tile pairs of one head, whether or not tiles are aligned."""
-    return min(-(-problem.q_len // tile) * -(-problem.k_len // tile), 2 * estimated_pairs(problem, order, tile))
+    """Upper bound of the tile pairs of one head, whether or not tiles are aligned; of blocks, of the mean head."""
+    every = -(-problem.q_len // tile) * -(-problem.k_len // tile)
+    if isinstance(problem.pattern, BlocksForm):
+        return min(every, math.ceil(ROUNDED * every * _share(problem, tile)))
+    return every if isinstance(problem.pattern, Form) else min(every, 2 * estimated_pairs(problem, order, tile))
 
 
 def most_axes(problem: Problem) -> int:
     """Upper bound of the axes of all branches."""
+    if isinstance(problem.pattern, Form):
+        return max(branch_count(problem), most_axes(_without_data(problem)))
     return 2 * len(_bands(problem) or problem.pattern.natural.axes)
 
 
 def outline(problem: Problem, order: str, tile: int) -> Outline:
     """The outline of the tables; of long sequences an upper bound."""
-    pairs = most_pairs(problem, order, tile) * len(head_classes(problem.pattern, problem.heads))
+    pairs = most_pairs(problem, order, tile) * _tables(problem)
+    if isinstance(problem.pattern, Form):
+        return Outline(pairs, pairs, -(-problem.k_len // tile))
     if problem.q_len + problem.k_len <= OUTLINED_TOKENS and pairs <= OUTLINED_PAIRS:
         return outline_of(replace(problem, device=torch.device("cpu")), order, tile)
     # Tiles that are not aligned, or of other shapes along a curve, see more than is estimated.
     return Outline(pairs, pairs, 4 * estimated_keys(problem, order, tile) // tile)
 
 
+def _tables(problem: Problem) -> int:
+    return tables_per_head(problem) * len(head_classes(problem.pattern, problem.heads))
+
+
+def _mask_bytes(problem: Problem, pairs: int, tile: int) -> int:
+    counted = 4 if getattr(problem.pattern, "is_list", False) else 1  # an entry may stand more than 255 times
+    return min(pairs * tile**2 * counted, MASK_BYTES * _tables(problem))
+
+
+def _block_counts(problem: Problem) -> int:
+    """The counts of blocks of all tables."""
+    size = problem.pattern.size if isinstance(problem.pattern, BlocksForm) else None
+    return 0 if size is None else _tables(problem) * -(-problem.q_len // size[0]) * -(-problem.k_len // size[1])
+
+
+def _pair_bytes(problem: Problem, tile: int) -> int:
+    """Of a pair in tables and while they are built; what it sees of blocks is compared."""
+    sides = problem.pattern.size if isinstance(problem.pattern, BlocksForm) else ()
+    return PAIR_BYTES + BLOCK_BYTES * bool(sides) * math.prod(-(-tile // side) + 1 for side in sides)
+
+
 def tile_table_bytes(problem: Problem, order: str, tile: int) -> int:
     """Upper bound of the bytes of the tables of all classes of heads, and of building them."""
-    found, axes = outline(problem, order, tile), most_axes(problem)
-    classes = len(head_classes(problem.pattern, problem.heads))
-    masks = min(found.kinds * tile**2, MASK_BYTES * classes) * (3 + sum_dtype(problem.dtype).itemsize)
+    found, axes, classes = outline(problem, order, tile), most_axes(problem), _tables(problem)
+    masks = _mask_bytes(problem, found.kinds, tile) * (3 + sum_dtype(problem.dtype).itemsize)
+    masks += BLOCK_BYTES * _block_counts(problem)
     compared = min(-(-problem.q_len // tile) * -(-problem.k_len // tile), AT_ONCE)
     places = POSITION_BYTES * (1 + classes) * (problem.q_len + problem.k_len)
-    return found.pairs * PAIR_BYTES + masks + axes * (places + BOX_BYTES * compared)
+    return found.pairs * _pair_bytes(problem, tile) + masks + axes * (places + BOX_BYTES * compared)
 
 
 def workspace_bytes(problem: Problem, order: str, tile: int) -> int:
@@ -131,7 +199,8 @@ def call_bytes(problem: Problem, tile: int, seen: int) -> int:
     item, wide, grads = problem.dtype.itemsize, sum_dtype(problem.dtype).itemsize, problem.needs_grad
     d = -(-(problem.head_dim + 1) // CUDA_HEAD_ALIGN) * CUDA_HEAD_ALIGN  # a column for the gradient of lse
     classes = [len(each) for each, _ in head_classes(problem.pattern, problem.heads)]
-    heads, spread = max(classes), len(classes) > 1 and problem.heads != problem.kv_heads
+    shared = problem.heads // problem.kv_heads * (getattr(problem.pattern, "heads", "") == "kv_heads")
+    heads, spread = max(*classes, shared), len(classes) > 1 and problem.heads != problem.kv_heads
     q_tiles, seen = -(-problem.q_len // tile), min(seen, -(-problem.k_len // tile) * tile)
     keys = min(max(most_keys(problem, tile), seen), q_tiles * seen)  # gathered at once
     q, k = min(keys, q_tiles * tile) * heads, keys * (heads if spread else min(heads, problem.kv_heads))
@@ -151,9 +220,9 @@ def call_bytes(problem: Problem, tile: int, seen: int) -> int:
 
 def tile_lists_bytes(problem: Problem, order: str, tile: int) -> int:
     """Upper bound of the bytes of `tile_lists_of` on the problem's device, without building the lists."""
-    tables = len(head_classes(problem.pattern, problem.heads))
+    tables, blocks = _tables(problem), _block_counts(problem)
     tiles = -(-problem.q_len // tile) + -(-problem.k_len // tile)
     pairs = tables * most_pairs(problem, order, tile)
-    masks = min(pairs * tile**2, MASK_BYTES * tables)
-    reach = 4 * tables * most_axes(problem) * 2 * tiles * tile
-    return masks + reach + 4 * (2 * PAIR * pairs + tables * SPAN * tiles + tiles * tile + problem.heads)
+    masks = _mask_bytes(problem, pairs, tile)
+    reach = 4 * tables * most_axes(problem) * 2 * tiles * tile + 4 * blocks + 8 * tables * tiles * tile * (blocks > 0)
+    return masks + reach + 4 * (2 * PAIR * pairs + tables * (SPAN * tiles + problem.heads) + tiles * tile)

@@ -63,6 +63,49 @@ class Branch:
         return [*firsts.masked_fill_(empty, 1), *lasts.masked_fill_(empty, 0), *(place - low)]
 
 
+@dataclass(frozen=True, slots=True)
+class TileBlocks:
+    """How often blocks of queries see blocks of keys, by which a pair's counts are multiplied (see `spec.data.Blocks`).
+
+    Args:
+        counts: uint8 or int32 [q blocks, k blocks].
+        queries, keys: int64 [tiles, tile], the block of each place, ascending.
+    """
+
+    counts: Tensor
+    queries: Tensor
+    keys: Tensor
+
+    def to(self, device: torch.device) -> TileBlocks:
+        return TileBlocks(self.counts.to(device), self.queries.to(device), self.keys.to(device))
+
+    def at(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The counts of each query of a tile with each key of another: [pairs, tile, tile]."""
+        return self.counts[self.queries[queries][:, :, None], self.keys[keys][:, None, :]]
+
+    def candidates(self) -> Tensor:
+        """The pairs of tiles in which a block sees another, [pairs, 2]."""
+        rows, columns = _spanned(self.queries), _spanned(self.keys)
+        return (self.counts > 0)[rows].any(1)[:, columns].any(2).nonzero()
+
+    def of_tiles(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The counts of all blocks in which a pair of tiles lies, [pairs, blocks]."""
+        rows, columns = _spanned(self.queries)[queries], _spanned(self.keys)[keys]
+        return self.counts[rows[:, :, None], columns[:, None, :]].flatten(1)
+
+    def kinds(self, kinds: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_kinds`, of pairs that have these kinds without blocks."""
+        layouts = (_numbered([[x - x[:, :1]]])[at] for x, at in ((self.queries, queries), (self.keys, keys)))
+        found = _numbered([[torch.stack([kinds, *layouts], dim=1), self.of_tiles(queries, keys)]])
+        return found, _examples(found, torch.arange(len(found)))
+
+
+def _spanned(blocks: Tensor) -> Tensor:
+    """The blocks in which each tile has places: int64 [tiles, blocks]; the last is repeated."""
+    first, last = blocks[:, :1], blocks[:, -1:]
+    return (first + torch.arange(int((last - first).max()) + 1)).minimum(last)
+
+
 class Pairs(NamedTuple):
     """The pairs of a class of heads whose boxes intersect, sorted by query tile, then by key tile.
 
@@ -80,22 +123,28 @@ class Pairs(NamedTuple):
     examples: Tensor
 
 
-def pairs_of(branches: Sequence[Branch]) -> Pairs:
+def pairs_of(branches: Sequence[Branch], blocks: TileBlocks | None = None) -> Pairs:
     width = branches[0].at.shape[1]
-    pairs, full = _near(branches, width)
+    pairs, full = _near(branches, width, None if blocks is None else blocks.candidates())
     queries, keys = pairs // width, pairs % width
+    if blocks is not None:
+        full &= (blocks.of_tiles(queries, keys) == 1).all(1)
     alike, partial = torch.full_like(queries, -1), (~full).nonzero().flatten()
     kinds, examples = _kinds(branches, queries[partial], keys[partial])
+    if blocks is not None:
+        kinds, examples = blocks.kinds(kinds, queries[partial], keys[partial])
     alike[partial] = kinds
     return Pairs(queries, keys, full, alike, partial[examples])
 
 
-def pair_counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> Tensor:
-    """How many times each query of a tile sees each key of another: uint8 [pairs, tile, tile]."""
+def pair_counts(
+    branches: Sequence[Branch], queries: Tensor, keys: Tensor, blocks: TileBlocks | None = None
+) -> Tensor:
+    """How many times each query of a tile sees each key of another: [pairs, tile, tile], uint8 or as `blocks`."""
     found = branches[0].sees(queries, keys).view(torch.uint8)
     for branch in branches[1:]:
         found += branch.sees(queries, keys)
-    return found
+    return found if blocks is None else found * blocks.at(queries, keys)
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------
@@ -157,12 +206,19 @@ def _boxes(branch: Branch) -> tuple[_Boxes, _Boxes, _Boxes]:
     return some, every, _Boxes(branch.at.amin(2), branch.at.amax(2))
 
 
-def _near(branches: Sequence[Branch], width: int) -> tuple[Tensor, Tensor]:
-    """Sorted pairs that may hold visible keys, as `query tile * width + key tile`; and whether each is full."""
+def _near(branches: Sequence[Branch], width: int, listed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sorted pairs that may hold visible keys, as `query tile * width + key tile`; and whether each is full.
+
+    Args:
+        listed: the pairs to look at, [pairs, 2]; None: all.
+    """
     near, whole = [], []
     for branch in branches:
         some, every, place = _boxes(branch)
-        pairs = _candidates(some, place)
+        if listed is None:
+            pairs = _candidates(some, place)
+        else:
+            pairs = listed[_intersect(some.some(listed[:, 0]), place.some(listed[:, 1]))]
         reach, keys = every.some(pairs[:, 0]), place.some(pairs[:, 1])
         near.append(pairs[:, 0] * width + pairs[:, 1])
         whole.append(((reach.low <= keys.low) & (reach.high >= keys.high)).all(0))
@@ -191,7 +247,12 @@ def _kinds(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> tuple[T
     some = torch.empty(groups, dtype=torch.int64).scatter_(0, of_pair, torch.arange(len(queries)))
     parts = torch.split(some, max(1, NUMBERS // (3 * len(places) * places[0].shape[1])))
     found = _numbered([x for each in branches for x in each.relative(queries[part], keys[part])] for part in parts)
-    return found[of_pair], torch.empty(int(found.max()) + 1, dtype=torch.int64).scatter_(0, found, some)
+    return found[of_pair], _examples(found, some)
+
+
+def _examples(kinds: Tensor, of: Tensor) -> Tensor:
+    """An element of `of` for each kind."""
+    return torch.empty(int(kinds.max()) + 1 if len(kinds) else 0, dtype=torch.int64).scatter_(0, kinds, of)
 
 
 def _numbered(parts: Iterable[list[Tensor]]) -> Tensor:

@@ -7,8 +7,8 @@ reused buffer that fits a cache; results are scattered into the output tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from attn_dispatch.kernels.device_cache import kv_head_index
 from attn_dispatch.kernels.heads import kv_heads_of
 from attn_dispatch.kernels.hidden import Hidden, padding_mask
 from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
-from attn_dispatch.kernels.tiles.pairs import pair_counts
 from attn_dispatch.kernels.tiles.tables import TileTable, cached_with
 from attn_dispatch.kernels.tiles.threads import WorkQueue, run_in_threads
 from attn_dispatch.spec.problem import Problem
@@ -34,45 +33,56 @@ def run(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    tables: Sequence[TileTable],
+    tables: Sequence[Sequence[TileTable]],
     kernel: Kernel,
-    seq_lens: Tensor | None = None,
-    key_mask: Tensor | None = None,
+    **tensors: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention over the tile pairs of these tables.
 
     Args:
         q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides.
-        tables: one for each class of heads.
+        tables: one for each class of heads, of all rows of the batch or of each.
         kernel: a dense kernel that takes masks.
-        seq_lens, key_mask: where the problem has them. Hidden keys may hold NaN.
+        tensors: seq_lens, key_mask and pattern_data, where the problem has them. Hidden keys may hold NaN.
 
     Returns:
         out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
     """
     q, problem = with_positive_scale(q, problem)
-    inner = _TilePasses(problem, tuple(tables), kernel, _hidden(problem, seq_lens, key_mask), seq_lens)
-    call = Hidden.of(problem, {} if seq_lens is None else {"seq_lens": seq_lens}, masked_keys=False).around(inner)
+    seq_lens = tensors.get("seq_lens")
+    inner = _TilePasses(problem, tables, kernel, _hidden(problem, seq_lens, tensors.get("key_mask")), seq_lens)
+    call = Hidden.of(problem, tensors, masked_keys=False).around(inner)
     if problem.needs_grad:
-        return differentiable(q, k, v, call)
+        return differentiable(q, k, v, call, (tensors.get("pattern_data"),))
     with torch.no_grad():
         return call.forward(q, k, v)
 
 
 def partial(problem: Problem, tables: Sequence[TileTable], kernel: Kernel, key_mask: Tensor | None) -> Passes:
     """The passes for queries that also see other keys (see `contract.Backend`); the scale must be above 0."""
-    return _TilePasses(problem, tuple(tables), kernel, _hidden(problem, None, key_mask), None)
+    return _TilePasses(problem, (tables,), kernel, _hidden(problem, None, key_mask), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _TilePasses:
-    """The passes over the pairs of `tables`. `hidden` bool [batch, k_len]: keys hidden by masks."""
+    """The passes over the pairs of `tables`, of all rows or of each. `hidden` bool [batch, k_len]: keys hidden by masks."""
 
     problem: Problem
-    tables: tuple[TileTable, ...]
+    tables: Sequence[Sequence[TileTable]]
     kernel: Kernel
     hidden: Tensor | None
     seq_lens: Tensor | None
+
+    def by_table(self, *tensors: Tensor) -> Iterator[tuple[TileTable, _TilePasses, tuple[Tensor, ...]]]:
+        """Each table with the passes, and these tensors, of the rows that have it."""
+        for number, tables in enumerate(self.tables):
+            call, rows = self, slice(None)
+            if len(self.tables) > 1:
+                rows = slice(number, number + 1)
+                hidden = None if self.hidden is None else self.hidden[rows]
+                call = replace(self, problem=replace(self.problem, batch=1), hidden=hidden)
+            for table in tables:
+                yield table, call, tuple(x[rows] for x in tensors)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _forward(q, k, v, self)
@@ -127,13 +137,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _TilePasses) -> tuple[Tensor
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     # Heads last, as in out: all heads of a token are then written together.
     lse = torch.empty(q.shape[:3], dtype=sum_dtype(q.dtype), device=q.device)
-    for table in call.tables:
-        heads = _Heads.of(table, call)
+    for table, part, rows in call.by_table(q, out, lse, k, v):
+        heads = _Heads.of(table, part)
+        own_q, own_out, own_lse = (x[:, :, heads.q] for x in rows[:3])
         for positions in _queries_without_keys(table):
-            out[:, :, heads.q].index_fill_(1, positions, 0.0)
-            lse[:, :, heads.q].index_fill_(1, positions, -math.inf)
-        inputs = q[:, :, heads.q], k[:, :, heads.kv], v[:, :, heads.kv]
-        _forward_heads(inputs, out[:, :, heads.q], lse[:, :, heads.q], heads, table, call)
+            own_out.index_fill_(1, positions, 0.0)
+            own_lse.index_fill_(1, positions, -math.inf)
+        inputs = own_q, *(x[:, :, heads.kv] for x in rows[3:])
+        _forward_heads(inputs, own_out, own_lse, heads, table, part)
     if call.seq_lens is not None:
         padding = padding_mask(q.shape[1], call.seq_lens)
         out.masked_fill_(padding[:, :, None, None], 0.0)
@@ -176,12 +187,13 @@ def _backward(
     by_token = [grad, q, out, lse] + ([] if grad_lse is None else [grad_lse.transpose(1, 2)])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(k.shape, dtype=lse.dtype, device=q.device) for _ in range(2))
-    for table in call.tables:
-        heads = _Heads.of(table, call)
+    for table, part, rows in call.by_table(k, v, dk, dv, dq, *by_token):
+        heads = _Heads.of(table, part)
+        own_k, own_v, own_dk, own_dv = (x[:, :, heads.kv] for x in rows[:4])
+        own_dq, *inputs = [x[:, :, heads.q] for x in rows[4:]]
         for positions in _queries_without_keys(table):
-            dq[:, :, heads.q].index_fill_(1, positions, 0.0)
-        inputs = [x[:, :, heads.q] for x in by_token], [x[:, :, heads.kv] for x in (k, v)]
-        _backward_heads(*inputs, dq[:, :, heads.q], dk[:, :, heads.kv], dv[:, :, heads.kv], heads, table, call)
+            own_dq.index_fill_(1, positions, 0.0)
+        _backward_heads(inputs, [own_k, own_v], own_dq, own_dk, own_dv, heads, table, part)
     dk = dk.to(k.dtype)  # one sum is freed before the other is rounded
     dv = dv.to(v.dtype)
     return dq, dk, dv
@@ -312,9 +324,9 @@ def _gathered_bias(biases: Tensor, masks: Tensor) -> Tensor:
 
 
 def _computed_bias(table: TileTable, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bias [query tiles, 1, tile, keys] of these tiles, computed from the branches."""
+    """The bias [query tiles, 1, tile, keys] of these tiles, computed from the table's branches."""
     (tiles, size), tile = keys.shape, table.tile
-    found = pair_counts(table.branches, queries.repeat_interleave(size), keys.flatten())
+    found = table.counts(queries.repeat_interleave(size), keys.flatten())
     found = found.view(tiles, size, tile, tile).transpose(1, 2).reshape(tiles, 1, tile, size * tile)
     return found.to(dtype).log_()
 

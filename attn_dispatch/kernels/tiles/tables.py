@@ -6,7 +6,7 @@ tiles whose boxes intersect. A tile may hold any tokens, so every order works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,10 +18,12 @@ from torch.nn.functional import pad
 from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.kernels.tiles.pairs import Branch, Pairs, each_row, pair_counts, pairs_of
+from attn_dispatch.kernels.tiles.pairs import Branch, Pairs, TileBlocks, each_row, pair_counts, pairs_of
+from attn_dispatch.spec.data import FAR, Blocks, Ranges
 from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries, token_order_of
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.reach import Reach
 
 FULL = 0  #: the mask of a pair in which every query sees every key once
 MASK_BYTES = 2**25  #: of distinct masks, one byte per entry; a table with more computes them in every call
@@ -43,11 +45,11 @@ class TileTable:
         near: int64 [query tiles], the key tiles whose boxes meet those of each query tile: it has no more pairs.
         keys: int64 [pairs], the key tile of each pair, ascending within a query tile.
         mask: int64 [pairs], the index in `masks`; where `masks` is None, FULL or any other number.
-        masks: uint8 [masks, tile, tile], how many times each query sees each key; `masks[FULL]` is all 1. None where
-            they would take more than MASK_BYTES.
+        masks: [masks, tile, tile], how many times each query sees each key, uint8 or as `blocks`; `masks[FULL]` is all
+            1. None where they would take more than MASK_BYTES.
         bias: log of `masks`, in the dtype of scores.
         covered: whether every query is known to see a key.
-        branches: from which `pair_counts` computes masks.
+        branches, blocks: from which `pair_counts` computes masks.
     """
 
     heads: range
@@ -61,6 +63,7 @@ class TileTable:
     bias: Tensor | None
     covered: bool
     branches: tuple[Branch, ...]
+    blocks: TileBlocks | None = None
 
     @property
     def tile(self) -> int:
@@ -74,9 +77,13 @@ class TileTable:
         """The query tile of each pair, int64 [pairs]."""
         return torch.arange(len(self.q_pos), device=self.first.device).repeat_interleave(self.first.diff())
 
+    def counts(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The masks of these pairs."""
+        return pair_counts(self.branches, queries, keys, self.blocks)
+
     def to(self, device: torch.device) -> TileTable:
         moved = {name: getattr(self, name).to(device) for name in ("q_pos", "k_pos", "keys", "mask")}
-        masks = {name: x.to(device) for name in ("masks", "bias") if (x := getattr(self, name)) is not None}
+        masks = {name: x.to(device) for name in ("masks", "bias", "blocks") if (x := getattr(self, name)) is not None}
         return replace(self, **moved, **masks, branches=tuple(branch.to(device) for branch in self.branches))
 
 
@@ -101,9 +108,12 @@ def _key(problem: Problem, order: str, tile: int) -> Hashable:
 
 
 def _tables(problem: Problem, order: str, tile: int) -> tuple[TileTable, ...]:
-    device, dtype = problem.device, sum_dtype(problem.dtype)
-    made = (_table(members, branches, *rows, dtype) for members, branches, rows in _branches(problem, order, tile))
-    return tuple(table if device.type == "cpu" else table.to(device) for table in made)
+    dtype, found = sum_dtype(problem.dtype), _branches(problem, order, tile)
+    return _placed((_table(members, branches, *rows, dtype) for members, branches, rows in found), problem.device)
+
+
+def _placed(tables: Iterable[TileTable], device: torch.device) -> tuple[TileTable, ...]:
+    return tuple(table if device.type == "cpu" else table.to(device) for table in tables)
 
 
 def _branches(
@@ -148,6 +158,54 @@ outline_of = device_cache.DeviceCache(_outline, _key)
 tables_of = device_cache.DeviceCache(_tables, _key)
 
 
+def data_tables_of(problem: Problem, data: Tensor, tile: int) -> tuple[tuple[TileTable, ...], ...]:
+    """The tables of a pattern's tensors for all rows of the batch or for each, kept as long as the tensors are.
+
+    They are made on the CPU: of tensors on another device the first call waits for that.
+    """
+
+    def make(host: Tensor) -> tuple[tuple[TileTable, ...], ...]:
+        return tuple(_placed(tables, problem.device) for tables in _data_tables(problem, host, tile))
+
+    key = "tiles", tile, problem.q_len, problem.k_len, problem.heads, sum_dtype(problem.dtype)
+    return device_cache.derived_on(problem.device, data, key, make)
+
+
+def _data_tables(problem: Problem, data: Tensor, tile: int) -> tuple[tuple[TileTable, ...], ...]:
+    pattern, dtype = problem.pattern.bound(data), sum_dtype(problem.dtype)
+    at = _tiled(None, problem.q_len, tile), _tiled(None, problem.k_len, tile)
+    if isinstance(pattern, Ranges):
+        return tuple((_table(range(problem.heads), each, *at, dtype),) for each in _of_ranges(pattern, *at, problem))
+    assert isinstance(pattern, Blocks)
+    return tuple(tuple(_of_blocks(row, pattern, *at, problem, dtype)) for row in pattern.block_counts(problem.k_len))
+
+
+def _of_ranges(pattern: Ranges, q_pos: Tensor, k_pos: Tensor, problem: Problem) -> Iterator[tuple[Branch, ...]]:
+    """The branches of each row of the batch."""
+    keys = torch.arange(problem.k_len)
+    first, last = pattern.data
+    none = first.clamp(min=0) > last.clamp(max=problem.k_len - 1)
+    first, last = first.masked_fill(none, FAR), last.masked_fill(none, -1)  # so that boxes are those of the others
+    for row in zip(first, last):
+        reaches = (Reach((low,), (high,), (keys,)) for low, high in zip(*row))
+        yield tuple(Branch.of(reach, q_pos, k_pos, problem.k_len) for reach in reaches)
+
+
+def _of_blocks(
+    counts: Tensor, pattern: Blocks, q_pos: Tensor, k_pos: Tensor, problem: Problem, dtype: torch.dtype
+) -> Iterator[TileTable]:
+    """The tables of a row of the batch, of counts [tables, q blocks, k blocks]."""
+    sizes, group = (problem.q_len, problem.k_len), problem.heads // len(counts)
+    tokens, blocks = tuple(map(torch.arange, sizes)), (q_pos // pattern.size[0], k_pos // pattern.size[1])
+    for first, table in zip(range(0, problem.heads, group), counts):
+        for own, offsets in head_classes(pattern.within, problem.heads, range(first, first + group)):
+            reaches = pattern.within.reaches(*tokens, *sizes, offsets)
+            branches = tuple(Branch.of(reach, q_pos, k_pos, problem.k_len) for reach in reaches)
+            fits = not table.numel() or int(table.max()) * len(branches) <= MAX_BRANCHES
+            times = TileBlocks(table.to(torch.uint8 if fits else torch.int32), *blocks)
+            yield _table(range(own.start + first, own.stop + first, own.step), branches, q_pos, k_pos, dtype, times)
+
+
 def tables_at(
     pattern: Pattern,
     length: int,
@@ -183,10 +241,17 @@ def _tiled(permuted: Tensor | None, length: int, tile: int) -> Tensor:
     return (places if permuted is None else permuted[places]).view(-1, tile)
 
 
-def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Tensor, dtype: torch.dtype) -> TileTable:
-    queries, keys, full, *_ = pairs = pairs_of(branches)
+def _table(
+    heads: range,
+    branches: tuple[Branch, ...],
+    q_pos: Tensor,
+    k_pos: Tensor,
+    dtype: torch.dtype,
+    blocks: TileBlocks | None = None,
+) -> TileTable:
+    queries, keys, full, *_ = pairs = pairs_of(branches, blocks)
     near = torch.bincount(queries, minlength=len(q_pos))
-    found = _masks(branches, pairs, q_pos.shape[1])
+    found = _masks(branches, blocks, pairs, q_pos.shape[1])
     masks, bias, mask, covered = None, None, torch.where(full, FULL, FULL + 1), False
     if found is not None:
         masks, mask = found
@@ -197,21 +262,23 @@ def _table(heads: range, branches: tuple[Branch, ...], q_pos: Tensor, k_pos: Ten
             sees.index_add_(0, some, any_key[of])
         bias, covered = masks.to(dtype).log_(), bool(sees.all())
     first = torch.searchsorted(queries, torch.arange(len(q_pos) + 1))
-    return TileTable(heads, q_pos, k_pos, first, near, keys, mask, masks, bias, covered, branches)
+    return TileTable(heads, q_pos, k_pos, first, near, keys, mask, masks, bias, covered, branches, blocks)
 
 
-def _masks(branches: Sequence[Branch], pairs: Pairs, tile: int) -> tuple[Tensor, Tensor] | None:
+def _masks(
+    branches: Sequence[Branch], blocks: TileBlocks | None, pairs: Pairs, tile: int
+) -> tuple[Tensor, Tensor] | None:
     """The distinct masks, and the index of each pair's mask, -1 if no key is visible; None: over MASK_BYTES."""
-    cells = tile**2
-    known: dict[bytes, int] = {bytes([0]) * cells: -1, bytes([1]) * cells: FULL}
-    found = [FULL]
+    cells, dtype = tile**2, torch.uint8 if blocks is None else blocks.counts.dtype
+    none, full = each_row(torch.tensor([[0], [1]], dtype=dtype).repeat(1, cells))
+    known, found = {none: -1, full: FULL}, [FULL]
     for some in torch.split(pairs.examples, max(1, ENTRIES // cells)):
-        counts = pair_counts(branches, pairs.queries[some], pairs.keys[some])
+        counts = pair_counts(branches, pairs.queries[some], pairs.keys[some], blocks)
         found += [known.setdefault(each, len(known) - 1) for each in each_row(counts)]
-        if (len(known) - 1) * cells > MASK_BYTES:
+        if (len(known) - 1) * len(full) > MASK_BYTES:
             return None
-    del known[bytes([0]) * cells]
-    masks = torch.frombuffer(bytearray().join(known), dtype=torch.uint8).view(-1, tile, tile)
+    del known[none]
+    masks = torch.frombuffer(bytearray().join(known), dtype=dtype).view(-1, tile, tile)
     return masks, torch.tensor(found)[pairs.alike + 1]
 
 
@@ -241,11 +308,13 @@ class TileLists:
 
     Args:
         q_pos, k_pos: int32 [tiles * tile], as in `TileTable`.
-        kind_of: int32 [heads], the table of each head.
+        kind_of: int32 [heads], the table of each head; [batch * heads] where each row of the batch has its own.
         queries: the pairs of query tiles. keys: the pairs of key tiles; None where no gradient is needed.
-        masks: uint8 [masks, tile, tile], how many times each query sees each key. None: too many, see `reach`.
+        masks: [masks, tile, tile], how many times each query sees each key. None: too many, see `reach`.
         reach: int32 [tables, branches, axes, 2 * query places + key places], `first`, `last` and `at` of each branch,
             from which kernels compute the masks. None where `masks` holds them.
+        counts, block_at: what they are multiplied by, or None: `TileBlocks.counts` of all tables, flat, and the entry
+            there of each query and key, which is the sum of theirs, int64 [tables, query places + key places].
     """
 
     q_pos: Tensor
@@ -255,6 +324,8 @@ class TileLists:
     keys: PairLists | None
     masks: Tensor | None
     reach: Tensor | None
+    counts: Tensor | None = None
+    block_at: Tensor | None = None
 
 
 def forget_lists(problem: Problem) -> None:
@@ -268,11 +339,25 @@ def _on_cpu(problem: Problem) -> Problem:
 
 
 def _lists(problem: Problem, order: str, tile: int) -> TileLists:
-    tables = tables_of(_on_cpu(problem), order, tile)
+    return _of_tables(problem, (tables_of(_on_cpu(problem), order, tile),))
+
+
+def data_lists_of(problem: Problem, data: Tensor, tile: int) -> TileLists:
+    """As `data_tables_of`."""
+    key = "lists", tile, problem.q_len, problem.k_len, problem.heads, problem.needs_grad
+
+    def make(host: Tensor) -> TileLists:
+        return _of_tables(problem, _data_tables(_on_cpu(problem), host, tile))
+
+    return device_cache.derived_on(problem.device, data, key, make)
+
+
+def _of_tables(problem: Problem, by_row: Sequence[Sequence[TileTable]]) -> TileLists:
+    tables = [table for row in by_row for table in row]
     device, table = problem.device, tables[0]
-    kind_of = torch.empty(problem.heads, dtype=torch.int32)
-    for kind, each in enumerate(tables):
-        kind_of[each.heads.start : each.heads.stop : each.heads.step] = kind
+    kind_of = torch.empty(len(by_row), problem.heads, dtype=torch.int32)
+    for kind, (row, each) in enumerate((row, each) for row, some in zip(kind_of, by_row) for each in some):
+        row[each.heads.start : each.heads.stop : each.heads.step] = kind
     kept = [each.masks for each in tables if each.masks is not None]
     whole = len(kept) == len(tables)
     rows, columns = [each.queries() for each in tables], [each.keys for each in tables]
@@ -282,7 +367,8 @@ def _lists(problem: Problem, order: str, tile: int) -> TileLists:
     masks = torch.cat([kept[0], *(masks[1:] for masks in kept[1:])]).to(device) if whole else None
     reach = None if whole else _reach(tables).to(device)
     q_pos, k_pos = (x.flatten().int().to(device) for x in (table.q_pos, table.k_pos))
-    return TileLists(q_pos, k_pos, kind_of.to(device), queries, keys, masks, reach)
+    factors = () if whole else (None if x is None else x.to(device) for x in _factors(tables))
+    return TileLists(q_pos, k_pos, kind_of.flatten().to(device), queries, keys, masks, reach, *factors)
 
 
 tile_lists_of = device_cache.DeviceCache(_lists)
@@ -309,6 +395,16 @@ def _side(
         pairs.append(torch.stack([column[order], mask[order]], dim=1))
         before += len(row)
     return PairLists(torch.stack(spans).int().to(device), torch.cat(pairs).int().contiguous().to(device))
+
+
+def _factors(tables: Sequence[TileTable]) -> tuple[Tensor | None, Tensor | None]:
+    """`TileLists.counts` and `block_at`."""
+    blocks = [table.blocks for table in tables if table.blocks is not None]
+    at, before = [], 0
+    for each in blocks:
+        at.append(torch.cat([before + each.queries.flatten() * each.counts.shape[1], each.keys.flatten()]))
+        before += each.counts.numel()
+    return (torch.cat([each.counts.flatten() for each in blocks]), torch.stack(at)) if blocks else (None, None)
 
 
 def _reach(tables: Sequence[TileTable]) -> Tensor:

@@ -46,7 +46,7 @@ def backward_q(
 ):
     """dq as out, scaled_lse and delta [batch, heads, q_len]; rows are queries, columns keys."""
     q, k, v, out, grad, lse, grad_lse, scaled_lse, delta, dq, seq_lens, key_mask = tensors
-    batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together)
+    batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together, meta)
     sizes = low, high, q_len, k_len
     if tile >= end_tile:
         return
@@ -94,7 +94,7 @@ def backward_kv(
 ):
     """dk and dv [batch, k_len, kv_heads, head_dim]; rows are keys, columns queries, `heads` the heads of k."""
     q, k, v, grad, scaled_lse, delta, dk, dv, seq_lens, key_mask = tensors
-    batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together)
+    batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together, meta)
     sizes = low, high, q_len, k_len
     if tile >= end_tile:
         return
@@ -113,7 +113,7 @@ def backward_kv(
     acc_k = zeros(meta)
     acc_v = zeros(meta)
     for number in range(first_run, end_run):
-        member, member_kind = member_of(lists, number, kind, head * meta.GROUP, meta)
+        member, member_kind = member_of(lists, number, kind, batch, head, heads, meta)
         query_head = head_of(q, q_by, batch, member)
         grad_head = head_of(grad, grad_by, batch, member)
         of_head = head_terms(terms, batch, member, heads * meta.GROUP, meta)

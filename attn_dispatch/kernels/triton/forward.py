@@ -34,7 +34,7 @@ def forward(tensors, lists, q_by, k_by, v_by, heads, programs, together, q_len, 
     Rows are queries, columns keys.
     """
     q, k, v, out, lse, seq_lens, key_mask = tensors
-    batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together)
+    batch, head, kind, tile, end_tile = program_place(lists, heads, programs, together, meta)
     sizes = low, high, q_len, k_len
     if tile >= end_tile:
         return

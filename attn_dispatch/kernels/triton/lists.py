@@ -32,7 +32,7 @@ PAIR = tl.constexpr(2)
 
 
 @triton.jit
-def program_place(lists, heads, programs, together):
+def program_place(lists, heads, programs, together, meta):
     """This program's batch row, head, the head's kind, tile, and the end of the head's tiles.
 
     Each head of a batch row has `programs` programs, as many as the most tiles of a head, and `together` of them take
@@ -44,7 +44,8 @@ def program_place(lists, heads, programs, together):
     nth = program - first * programs
     batch = (first + nth % beside) // heads
     head = (first + nth % beside) % heads
-    kind = tl.load(lists.kind_of + head)
+    of_row = batch * heads if meta.BY_ROW else 0
+    kind = tl.load(lists.kind_of + of_row + head)
     tile = nth // beside
     end = programs
     if lists.first_tile is not None:
@@ -148,13 +149,15 @@ def phases_of(lists, run, kind, first, last, row_len, length, sizes, meta):
 
 
 @triton.jit
-def member_of(lists, run, kind, first_head, meta):
-    """Where rows are keys: a run's query head, of those from `first_head` on, and its kind."""
+def member_of(lists, run, kind, batch, k_head, k_heads, meta):
+    """Where rows are keys: a run's query head, of those that share a key head, and its kind."""
+    head = k_head * meta.GROUP
     if meta.TILE:
-        head = first_head + run
-        kind = tl.load(lists.kind_of + head)
+        head += run
+        of_row = batch * k_heads * meta.GROUP if meta.BY_ROW else 0
+        kind = tl.load(lists.kind_of + of_row + head)
     else:
-        head = first_head + tl.load(lists.runs + run * RUN + 3) // 2
+        head += tl.load(lists.runs + run * RUN + 3) // 2
     return head, kind
 
 
@@ -227,7 +230,8 @@ def block_of(
 
 @triton.jit
 def multiplicity(lists, mask, kind, q_tile, q_lane, k_tile, k_lane, q_len, k_len, meta):
-    """How many times each query sees each key, float32: from `masks`, or if BRANCHES > 0 computed from `reach`.
+    """How many times each query sees each key, float32: from `masks`, or if BRANCHES > 0 computed from `reach`, by
+    `counts` if there are any.
 
     The lanes of queries and keys in their tiles are [rows, 1] and [1, columns], or vice versa.
     """
@@ -245,4 +249,8 @@ def multiplicity(lists, mask, kind, q_tile, q_lane, k_tile, k_lane, q_len, k_len
                 sees = sees & (at >= tl.load(row + q_tile * meta.TILE + q_lane))
                 sees = sees & (at <= tl.load(row + queries + q_tile * meta.TILE + q_lane))
             found += sees.to(tl.int32)
+        if lists.counts is not None:
+            row = lists.block_at + kind.to(tl.int64) * (places - queries)
+            at = tl.load(row + q_tile * meta.TILE + q_lane) + tl.load(row + queries + k_tile * meta.TILE + k_lane)
+            found *= tl.load(lists.counts + at).to(tl.int32)
     return found.to(tl.float32)

@@ -45,6 +45,8 @@ class Tables(NamedTuple):
     column_pos: Tensor | None = None
     masks: Tensor | None = None
     reach: Tensor | None = None
+    counts: Tensor | None = None
+    block_at: Tensor | None = None
 
 
 class Lists(NamedTuple):
@@ -55,6 +57,7 @@ class Lists(NamedTuple):
         together: heads that take turns, at most.
         bounds: of a row's columns, and of runs of sinks.
         tile: places of a tile; 0: the lists are runs.
+        by_row: whether each row of the batch has its own.
     """
 
     programs: int
@@ -62,6 +65,7 @@ class Lists(NamedTuple):
     tables: Tables
     bounds: tuple[Bounds, ...] = ((None, None),)
     tile: int = 0
+    by_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class TritonPasses:
             )
             meta = Meta.of(problem, block.rows, block.columns, strided, self.given.bias)
             meta = meta._replace(BLOCK_D=block_d, REST_D=rest_d, SINKS=len(lists.bounds) > 1)
-            meta = meta._replace(TILE=lists.tile, BRANCHES=branches, AXES=axes)
+            meta = meta._replace(TILE=lists.tile, BRANCHES=branches, AXES=axes, BY_ROW=lists.by_row)
             programs, options = lists.programs * heads * problem.batch, (block.warps, block.stages)
             return launch(each.load(), programs, problem.device, tensors, others, meta, *options)
 

@@ -233,6 +233,7 @@ class Meta(NamedTuple):
         ROWS, COLUMNS: of a block.
         TILE: places of a tile; 0: lists are runs.
         BRANCHES, AXES: of `reach`.
+        BY_ROW: whether each row of the batch has lists of its own.
         SINKS: whether there are runs of sinks.
         SOFTCAP, BIAS, ALIBI: whether `Terms` has them.
         PRECISION: of products.
@@ -254,6 +255,7 @@ class Meta(NamedTuple):
     ALIBI: bool = False
     PRECISION: str = "ieee"
     WIDE: bool = False
+    BY_ROW: bool = False
 
     @classmethod
     def of(cls, problem: Problem, rows: int, columns: int, strided: Sequence[Tensor], bias: Tensor | None) -> Meta:

@@ -1,0 +1,147 @@
+"""Masks made of data: `native` on tables of blocks and on spans, beside what they cost at least, and other libraries.
+
+    python -m tools.bench.blocks [--quick]
+
+The limit of a table is its share of the pairs at the rate of `native` on all of them, in the same rounds; that of spans
+beside a causal mask is the causal mask. FlexAttention is compiled for each size of blocks, and has no backward pass on
+a CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn_dispatch import Blocks, Dense, Ranges, attend
+from attn_dispatch.machine.memory import peak_bytes
+from attn_dispatch.tuning.intervals import Timing
+from tools.bench.longnet import trained
+from tools.lib.common import in_turns, parser, ratio, timing, write
+from tools.lib.tables import Table, direction, interval, megabytes, ms
+
+TAKES = "5 minutes"
+
+HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS = 4, 64, 8192, 2048
+DENSITIES = (0.01, 0.03, 0.1, 0.3, 1.0)
+SIZES = (32, 64, 128, 256)  #: queries and keys of a block
+DTYPES = (torch.float32, torch.bfloat16)
+SPAN = 256  #: tokens of a span, which is followed by as many outside of one
+CELL_S, ROUNDS, MOST_ROUNDS = 2.0, 3, 50
+
+Call = Callable[[], Any]
+
+
+def drawn(tokens: int, dtype: torch.dtype, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, tokens, HEADS, HEAD_DIM)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype).requires_grad_(backward) for _ in range(3))
+    return q, k, v
+
+
+def table_of(tokens: int, size: int, density: float) -> Tensor:
+    """Random blocks, of which each query sees its own."""
+    each = tokens // size
+    table = torch.rand(1, 1, each, each, generator=torch.Generator().manual_seed(0)) < density
+    return table | torch.eye(each, dtype=torch.bool)
+
+
+def block_mask(table: Tensor, size: int) -> BlockMask:
+    """The same for FlexAttention: all blocks are full ones."""
+    number = table.sum(-1, dtype=torch.int32)
+    order = (~table).int().argsort(-1, stable=True).int()
+    none = torch.zeros_like(number), torch.zeros_like(order)
+    tokens = table.shape[-1] * size
+    return BlockMask.from_kv_blocks(*none, number, order, BLOCK_SIZE=size, seq_lengths=(tokens, tokens))
+
+
+def of_heads_first(run: Callable[..., Tensor], qkv: tuple[Tensor, ...]) -> Tensor:
+    return run(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
+
+
+def table_row(density: float, size: int, dtype: torch.dtype, backward: bool, tokens: int, flex: Any) -> dict[str, Any]:
+    qkv, table = drawn(tokens, dtype, backward), table_of(tokens, size, density)
+    by_native, pattern = partial(attend, *qkv, backend="native"), Blocks(table, size)
+    mask = table.repeat_interleave(size, 2).repeat_interleave(size, 3)
+    calls: dict[str, Call] = {
+        "blocks": lambda: by_native(pattern),
+        "dense": lambda: by_native(Dense()),
+        "sdpa": lambda: of_heads_first(partial(scaled_dot_product_attention, attn_mask=mask), qkv),
+    }
+    if not backward:
+        blocks = block_mask(table, size)
+        calls["flex"] = lambda: of_heads_first(partial(flex, block_mask=blocks), qkv)
+    share = float(table.float().mean())
+    return measured(calls, qkv, backward, share) | {"pattern": f"blocks of {size}", "size": size, "share": share}
+
+
+def spans_row(dtype: torch.dtype, backward: bool, tokens: int) -> dict[str, Any]:
+    qkv, at = drawn(tokens, dtype, backward), torch.arange(tokens)[None] // SPAN
+    spans = Ranges.spans(torch.where(at % 2 == 0, at, -1))
+    calls: dict[str, Call] = {
+        "blocks": lambda: attend(*qkv, spans, backend="native"),
+        "dense": lambda: attend(*qkv, Dense(is_causal=True), backend="native"),
+    }
+    return measured(calls, qkv, backward, 1.0) | {"pattern": f"spans of {SPAN}, causal", "share": 1.0}
+
+
+def measured(calls: dict[str, Call], qkv: tuple[Tensor, ...], backward: bool, share: float) -> dict[str, Any]:
+    """Times in turns; the limit is `share` of the time of "dense"."""
+    calls = {name: trained(call, qkv) for name, call in calls.items()} if backward else calls
+    started = in_turns({"first": calls["blocks"]}, 1)["first"]  # the lists are made
+    found = in_turns(calls, ROUNDS, MOST_ROUNDS, budget_s=CELL_S, margin=0.0)
+    limit = Timing(tuple(share * each for each in found["dense"].samples_ms), 0.0)
+    _, peak = peak_bytes(calls["blocks"], torch.device("cpu"))
+    return {
+        "dtype": str(qkv[0].dtype).removeprefix("torch."),
+        "tokens": qkv[0].shape[1],
+        "backward": backward,
+        **{name: timing(each) for name, each in found.items()},
+        "first_ms": started.median_ms,
+        "limit_ms": limit.median_ms,
+        "over_limit": ratio(found["blocks"], limit),
+        **{f"{name}_over_blocks": ratio(each, found["blocks"]) for name, each in found.items() if name != "blocks"},
+        "peak_bytes": peak,
+        "tensor_bytes": sum(x.nbytes for x in (*qkv, qkv[0])),
+    }
+
+
+def tables(found: Any) -> Iterator[Table]:
+    rows = []
+    for one in found["rows"]:
+        ratios = (interval(one.get(f"{name}_over_blocks")) for name in ("dense", "sdpa", "flex"))
+        peak = "-" if one["peak_bytes"] is None else megabytes(one["peak_bytes"])
+        what = f"{one['pattern']}, {direction(one)}", f"{100 * one['share']:.0f} %", one["dtype"]
+        rows.append((*what, ms(one["blocks"], 1), interval(one["over_limit"]), *ratios, peak))
+    yield Table(
+        ("pattern", "seen", "dtype", "`native`", "over limit", "dense", "`F.sdpa` + mask", "FlexAttention", "memory"),
+        rows,
+        f"{found['rows'][0]['tokens']:,} tokens, {HEADS} heads of {HEAD_DIM}; random blocks and the diagonal ones. "
+        "The limit: that share of the time of `native` on all pairs, for spans all of the causal time. Dense and later: "
+        f"their time / that of `native`. 95 % intervals. Memory: beside {megabytes(found['rows'][0]['tensor_bytes'])} "
+        "of q, k, v and out in float32, results included.",
+    )
+
+
+def main() -> None:
+    options = parser(__doc__, "blocks.json")
+    options.add_argument("--quick", action="store_true", help="few tokens and one size of blocks, to see that it works")
+    quick = options.parse_args().quick
+    tokens, sizes = (QUICK_TOKENS, SIZES[1:2]) if quick else (TOKENS, SIZES)
+    rows = []
+    for size, dtype in itertools.product(sizes, DTYPES):
+        flex = torch.compile(flex_attention)
+        for backward, density in itertools.product((False, True), DENSITIES):
+            rows.append(table_row(density, size, dtype, backward, tokens, flex))
+    rows += [spans_row(dtype, backward, tokens) for dtype, backward in itertools.product(DTYPES, (False, True))]
+    write(options.parse_args().output, {"rows": rows}, tables)
+
+
+if __name__ == "__main__":
+    main()
