@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.problem import Call, choose_pattern
 from attn_dispatch.spec.tracing import is_dtensor
 
@@ -118,6 +119,12 @@ def _of_heads_and_tokens(
         if not placement.is_replicate() and placement not in [Shard(axis) for axis in axes.values()]:
             raise InvalidInput(f"DTensors must be sharded along batch, heads or tokens, or replicated, got {placement}")
     heads, dims = parts["h"], [dim for dim, each in enumerate(placements) if each == Shard(axes["k"])]
+    pattern: Any = choose_pattern(call)
+    if holds := isinstance(pattern, DataPattern):
+        pattern = pattern.form(None, heads.whole, heads.whole)
+    if heads.size < heads.whole and (holds or len(dims) == 1) and pattern.head_offsets(0, heads.whole):
+        text = f"take patterns alike for all heads, not {pattern}"
+        raise InvalidInput(f"DTensors sharded along heads{' and tokens' if dims else ''} {text}")
     if not dims:
         return {"first_head": heads.start, "all_heads": heads.whole} if heads.size < heads.whole else {}
     if len(dims) > 1:
@@ -128,10 +135,6 @@ def _of_heads_and_tokens(
     if parts["b"].whole % rows:
         text = f"got {parts['b'].whole} over {rows} ranks"
         raise InvalidInput(f"the batch of DTensors sharded along tokens must be split evenly, {text}")
-    pattern = choose_pattern(call)
-    if heads.size < heads.whole and pattern.head_offsets(0, heads.whole):
-        text = f"take patterns alike for all heads, not {pattern}"
-        raise InvalidInput(f"DTensors sharded along heads and tokens {text}")
     return {"mesh": mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dims[0]]]}
 
 

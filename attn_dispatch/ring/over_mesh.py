@@ -133,12 +133,13 @@ def _decision_for(link: Link, checked: MeshCall) -> Decided:
     found: Decided | None = link.decisions.get(checked.key)
     decision_id = 0 if found is None else _decision_id(*found)
     agreement = agree(link, checked.equal_arguments, checked.local.q_len, decision_id)
-    known = found is not None and agreement.same_decision and agreement.lengths == found[0].layout.lengths
-    if found is not None and known and not isinstance(checked.pattern, Held):
+    if found is not None and not (agreement.same_decision and agreement.lengths == found[0].layout.lengths):
+        found = None
+    if found is not None and not isinstance(checked.pattern, Held):
         return found
     sharded = _sharded(link, checked, agreement.lengths)
-    if found is not None and known and not (found[1].order == LOCAL and any(map(sharded.sees_others, range(link.size)))):
-        return sharded, found[1]  # decided for other tensors
+    if found is not None and (found[1].order != LOCAL or not any(map(sharded.sees_others, range(link.size)))):
+        return sharded, found[1]  # decided for a pattern with other tensors, maybe
     notify(sharded.problem)
     call, masks = checked.call, {name: x for name, x in checked.call.tensors.items() if x is not None}
     masks.pop("pattern_data", None)
@@ -166,7 +167,8 @@ def _sharded(link: Link, checked: MeshCall, lengths: tuple[int, ...]) -> Sharded
     tokens = sum(lengths)
     if checked.call.seq_lens is not None:
         check_seq_lens_values(checked.call.seq_lens, tokens)
-    local, given, held = checked.local, checked.pattern, checked.pattern if isinstance(checked.pattern, Held) else None
+    local, given = checked.local, checked.pattern
+    held = given if isinstance(given, Held) else None
     if held is not None:
         whole: Any = checked.call.pattern
         whole.check(tokens, tokens)

@@ -53,8 +53,9 @@ def equal_on_ranks(problem: Problem, pattern: Pattern, kind: str) -> dict[str, A
 
 @dataclass(frozen=True, eq=False)
 class ShardedProblem:
-    """One rank's view of a problem that is sharded over many ranks; `problem` is that of the whole sequence, and `held`
-    its pattern where that holds tensors.
+    """One rank's view of a problem that is sharded over many ranks.
+
+    `problem` is that of the whole sequence, `held` its pattern with the tensors, where it has some.
     """
 
     problem: Problem
@@ -121,7 +122,8 @@ class ShardedProblem:
         if exchange != ULYSSES:
             return self._run(exchange, q, k, v, seq_lens, mask)
         problem, how = self.problem, (self.link.transport, self.layout)
-        alone = replace(self, problem=ulysses.share_of(problem, self.layout.ranks), layout=Layout((problem.q_len,)))
+        share = ulysses.share_of(problem, self.layout.ranks)
+        alone = replace(self, problem=share, layout=Layout((problem.q_len,)))
         q, k, v = ulysses.all_to_all(*how, True, q, k, v)
         out, lse = alone._run(exchange, q, k, v, seq_lens, mask)
         results = (out, lse.transpose(1, 2)) if problem.return_lse else (out,)

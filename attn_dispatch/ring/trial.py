@@ -202,8 +202,8 @@ def _small(sharded: ShardedProblem) -> tuple[ShardedProblem, Oracle]:
     except InvalidInput:  # in these proportions a rank would have no token
         lengths = deal(SMALL, layout.ranks)
     example = make(replace(small, ranks=1))
-    sharded = replace(sharded, problem=small, layout=Layout(lengths, layout.kind), held=held_of(small, example.masks))
-    return sharded, Oracle.of(example)
+    held = held_of(small, example.masks)
+    return replace(sharded, problem=small, layout=Layout(lengths, layout.kind), held=held), Oracle.of(example)
 
 
 def held_of(problem: Problem, tensors: Mapping[str, Tensor]) -> Held | None:

@@ -175,6 +175,7 @@ class Ranges(DataPattern):
     Args:
         first, last: integers [1 or batch, q_len], positions of keys; or [1 or batch, branches, q_len]: a key counts as
             often as branches see it. They get no gradient.
+            Over ranks, the same on each: those of the whole sequence.
     """
 
     __slots__ = ()
@@ -320,6 +321,7 @@ class Blocks(DataPattern):
     Args:
         table: bool [1 or batch, 1 or kv_heads or heads, ceil(q_len / qb), ceil(k_len / kb)]; or integers [.., q blocks,
             most]: numbers of key blocks, -1 for none; an entry counts as often as it stands. It gets no gradient.
+            Over ranks, the same on each: that of the whole sequence.
         size: (qb, kb), queries and keys of a block, or one number for both. The last blocks may be shorter.
         within: a pattern that is multiplied with it: `Dense` or `Window`, say. Blocks are counted from query 0 and key
             0; `within` takes queries at the end of longer keys for the last tokens, as always.

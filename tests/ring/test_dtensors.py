@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from attn_dispatch import Dense, Dilated, Window, attend, explain
+from attn_dispatch import Blocks, Dense, Dilated, Ranges, Window, attend, explain
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.pairwise import crossed
@@ -104,6 +104,30 @@ def test_every_placement(ranks: Ranks, pattern: Pattern, where: str, layout: str
             ranks.everywhere(placed, pattern, where, layout, masked)
         return
     assert ranks.everywhere(placed, pattern, where, layout, masked) == [(True, [list(placements), list(of_lse)])] * 8
+
+
+TABLE = (torch.arange(36).view(1, 1, 6, 6) * 7 % 3 > 0).expand(1, KV_HEADS, 6, 6)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "where"),
+    [
+        *((Ranges(torch.arange(LENGTH)[None] - 9, torch.arange(LENGTH)[None] * 2 % 17), where) for where in WHERE),
+        *((Blocks(TABLE[:, :1], 4), where) for where in ("heads", "heads and tokens")),
+        *((Blocks(TABLE, 4), where) for where in ("batch", "tokens")),
+    ],
+    ids=str,
+)
+def test_patterns_that_hold_tensors(ranks: Ranks, pattern: Pattern, where: str) -> None:
+    placements, of_lse = list(WHERE[where]), list(swapped(WHERE[where]))
+    assert ranks.everywhere(placed, pattern, where, "bnhd", True) == [(True, [placements, of_lse])] * 8
+
+
+@pytest.mark.parametrize("where", ["heads", "heads, over four", "heads and tokens"])
+def test_tables_by_head_are_not_split(ranks: Ranks, where: str) -> None:
+    """Of half of the heads, as many tables as there are key heads would be taken for those of query heads."""
+    with pytest.raises(AssertionError, match="take patterns alike for all heads, not Blocks"):
+        ranks.everywhere(placed, Blocks(TABLE, 4), where, "bnhd", False)
 
 
 def placed_with_terms(where: str) -> bool:

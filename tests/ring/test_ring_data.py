@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import random
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import Blocks, Ranges, Sharded, attend, shard
+from attn_dispatch import Blocks, Ranges, Sharded, attend, explain, shard
 from attn_dispatch.errors import GroupMismatch, InvalidInput, NoBackend
 from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
@@ -48,8 +49,10 @@ def some_ranges(tokens: int, rows: int = 1, intervals: int = 3, seed: int = 0) -
     return Ranges(first, last)
 
 
-def a_table(tokens: int, size: tuple[int, int], tables: int, rows: int = 1, share: float = 0.4, seed: int = 0) -> Tensor:
-    """Bools; the first block of queries sees none in the first table, and no query sees the third block of keys."""
+def a_table(
+    tokens: int, size: tuple[int, int], tables: int, rows: int = 1, share: float = 0.4, seed: int = 0
+) -> Tensor:
+    """Bools; in the first table the first queries see none, and no query sees the third block of keys."""
     shape = rows, tables, -(-tokens // size[0]), -(-tokens // size[1])
     found = torch.rand(shape, generator=drawn(seed)) < share
     found[:, 0, 0] = False
@@ -170,7 +173,7 @@ def test_what_no_query_sees_reaches_nothing(ranks: Ranks, name: str, dtype: torc
     pattern, tokens, heads, kv_heads = PATTERNS[name]
     example = oracle_of(pattern, tokens, heads, kv_heads, dtype).example
     counts = pattern.multiplicity(tokens, heads=heads).expand(2, heads, tokens, tokens)
-    unseen = ~(counts > 0).any(2).unflatten(1, (kv_heads, -1)).any(2).transpose(1, 2)[..., None]
+    unseen = ~torch.unflatten((counts > 0).any(2), 1, (kv_heads, -1)).any(2).transpose(1, 2)[..., None]
     assert unseen.any()
     k, v = (x.detach().masked_fill(unseen, math.nan).requires_grad_() for x in (example.k, example.v))
     oracle = Oracle.of(replace(example, k=k, v=v))
@@ -182,13 +185,14 @@ def test_what_no_query_sees_reaches_nothing(ranks: Ranks, name: str, dtype: torc
 
 
 def needed(pattern: Data, layout: Layout, heads: int, kv_heads: int) -> list[int]:
-    """By the definition: rows of other ranks that a query of each rank sees in any row of the batch, of all key heads."""
+    """Rows of other ranks that a query of each rank sees in any row of the batch, of all key heads."""
     counts = pattern.multiplicity(layout.tokens, heads=heads)
-    seen = (counts > 0).expand(-1, heads, -1, -1).any(0) if counts.ndim == 4 else (counts > 0).expand(heads, -1, -1)
+    seen = (counts > 0).any(0) if counts.ndim == 4 else counts > 0
+    seen = seen.expand(heads, -1, -1)
     found = []
     for rank in range(layout.ranks):
         at = positions_of(layout, rank)
-        own = seen[:, at].any(1).unflatten(0, (kv_heads, -1)).any(1)
+        own = torch.unflatten(seen[:, at].any(1), 0, (kv_heads, -1)).any(1)
         own[:, at] = False
         found.append(int(own.sum()))
     return found
@@ -229,9 +233,8 @@ def test_a_local_table_sends_a_part_of_a_dense_ring(ranks: Ranks) -> None:
     near &= torch.rand(64, 64, generator=drawn(0)) < 0.92
     pattern = Blocks(near[None, None], 8)
     assert 0.08 < near.float().mean() < 0.12
-    sparse, dense = (
-        sum(ranks.everywhere(sent, each, 512, 4, 2, CONTIGUOUS, RING, True, ranks=4)) for each in (pattern, Dense())
-    )
+    patterns, how = (pattern, Dense()), (512, 4, 2, CONTIGUOUS, RING, True)
+    sparse, dense = (sum(ranks.everywhere(sent, each, *how, ranks=4)) for each in patterns)
     assert sparse <= 0.2 * dense
 
 
@@ -276,8 +279,8 @@ def test_no_rank_can_run(
 
 
 def other_tensors() -> tuple[bool, bool, int]:
-    """A job: of two patterns with one form, of which only the second needs rows of other ranks: whether results are
-    right, and how many decisions there are of two more alike.
+    """A job: of two patterns with one form, of which only the second needs others' rows, whether results are
+    right; and how many decisions are made for two more.
     """
     mesh = Sharded(ring_ranks.group(), CONTIGUOUS)
     link, _ = spread_of(mesh)
@@ -296,6 +299,48 @@ def other_tensors() -> tuple[bool, bool, int]:
 
 def test_a_decision_serves_other_tensors(ranks: Ranks) -> None:
     assert ranks.everywhere(other_tensors, ranks=3) == [(True, True, 0)] * 3
+
+
+def measured(name: str) -> tuple[str, str, list[str]]:
+    """A job: the order and source of a decision, and what became of the candidates."""
+    pattern, tokens, heads, kv_heads = PATTERNS[name]
+    mesh = Sharded(ring_ranks.group(), ZIGZAG)
+    q, k = torch.ones(2, tokens, heads, 8), torch.ones(2, tokens, kv_heads, 8)
+    q, k, v = (shard(x, mesh).requires_grad_() for x in (q, k, k))
+    attend(q, k, v, pattern=pattern, mesh=mesh)
+    found = explain(q, k, v, pattern=pattern, mesh=mesh)
+    return str(found.order), found.source, [row.status for row in found.candidates]
+
+
+@pytest.mark.parametrize("name", ["ranges-by-row", "blocks-shared", "blocks-by-head"])
+def test_exchanges_are_compared_with_float64_and_measured(
+    ranks: Ranks, name: str, set_mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_mode("tune")
+    monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "0")
+    order, source, statuses = (found := ranks.everywhere(measured, name, ranks=2))[0]
+    assert found == [found[0]] * 2
+    assert (source, order in (RING, GATHER, ULYSSES), "failed" in statuses) == ("measured", True, False)
+
+
+def without_caller_modes(name: str) -> bool:
+    """A job: whether what is made in inference mode and with another default device serves training."""
+    pattern, tokens, heads, kv_heads = PATTERNS[name]
+    mesh, pattern = Sharded(ring_ranks.group(), ZIGZAG), copy.deepcopy(pattern)
+    whole = torch.randn(2, tokens, heads, 8, generator=drawn(1))
+    few = whole[:, :, :kv_heads]
+    q, k = shard(whole, mesh), shard(few, mesh)
+    with torch.inference_mode(), torch.device("meta"):
+        found = attend(q, k, k, pattern=pattern, mesh=mesh)
+    out = attend(q.requires_grad_(), k.requires_grad_(), k, pattern=pattern, mesh=mesh)
+    out.sum().backward()
+    expected = formula(whole, few, few, pattern)[0]
+    return torch.equal(found, out) and close(out, shard(expected, mesh))
+
+
+@pytest.mark.parametrize("name", ["ranges", "blocks-list", "blocks-by-head"])
+def test_modes_of_the_first_call(ranks: Ranks, name: str) -> None:
+    assert ranks.everywhere(without_caller_modes, name, ranks=2) == [True] * 2
 
 
 def freed() -> bool:

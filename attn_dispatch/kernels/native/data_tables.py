@@ -59,15 +59,14 @@ def _tables(pattern: DataPattern, row: int, sizes: Sizes) -> NativeTables:
 
 
 def interval_tables(intervals: Sequence[Tensor], k_len: int, heads: int) -> NativeTables:
-    """The tables of intervals of keys [2, intervals, q_len]: one for all heads, or of equal runs of heads, or of each."""
+    """The tables of intervals of keys [2, intervals, q_len]: for all heads, or for equal runs of heads."""
     return _of_intervals(intervals, Sizes(intervals[0].shape[2], k_len, heads, 1))
 
 
 def _of_intervals(intervals: Sequence[Tensor], sizes: Sizes) -> NativeTables:
-    parts, tiles = list[tuple[Runs, Runs]](), -(-sizes.q_len // TILE)
+    parts, tiles = list[list[Runs]](), -(-sizes.q_len // TILE)
     for number, each in enumerate(intervals):
-        found = _of_ranges(each, sizes)
-        parts.append(tuple((tile + number * tiles, *rest) for tile, *rest in found))  # type: ignore[arg-type]
+        parts.append([(tile + number * tiles, *rest) for tile, *rest in _of_ranges(each, sizes)])
     runs, listed = (tuple(map(torch.cat, zip(*some))) for some in zip(*parts))
     return _joined(runs, listed, len(intervals), sizes)
 

@@ -299,8 +299,7 @@ def _of_heads(
     elif isinstance(grid, Held):
         build, (positions, columns) = _data_tables, _sorted(positions, columns)
         kinds = {grid.head_offsets(head, problem.heads) for head in which}
-        places = (grid.places(queries, positions, problem.q_len, kind) for kind in kinds)
-        some = torch.stack([(first <= last).flatten(0, 1).any(0) for first, last in places]).any(0)
+        some = torch.stack([grid.see_any(queries, positions, problem.q_len, kind) for kind in kinds]).any(0)
         queries, numbers = queries[some], numbers[some]
     if not len(queries):
         return
@@ -331,7 +330,7 @@ def _key_tables(
 
 
 def _data_tables(problem: Problem, pattern: Held, which: range, queries: Tensor, keys: Tensor) -> tuple[Tensor, Solve]:
-    """Tables of intervals, for patterns that hold tensors, on the CPU; else as `_tile_tables`. Keys are ascending."""
+    """Tables of intervals on the CPU, for patterns that hold tensors; else as `_tile_tables`. Keys ascend."""
     by_native = not registry.load("native").refusals(replace(problem, ranks=1, pattern=Dense()))
     build: Callable[..., tuple[Tensor, Solve]] = _interval_tables if by_native else _tile_tables
     sees_any, solves = zip(*(build(problem, row, which, queries, keys) for row in pattern.rows()))
@@ -339,7 +338,7 @@ def _data_tables(problem: Problem, pattern: Held, which: range, queries: Tensor,
         return sees_any[0], solves[0]
 
     def solve(part: Problem, key_mask: Tensor | None) -> Passes:
-        masks = [None] * len(solves) if key_mask is None else key_mask.split(1)
+        masks = [None] * len(solves) if key_mask is None else torch.split(key_mask, 1)
         return ByRow(tuple(each(replace(part, batch=1), mask) for each, mask in zip(solves, masks)))
 
     return torch.stack(sees_any).any(0), solve
