@@ -26,6 +26,7 @@ from attn_dispatch.kernels.flex.data import (
     arithmetic,
     counted_by,
     table_axes,
+    table_bytes,
     tables_of,
     without_density,
 )
@@ -117,7 +118,7 @@ def workspace_bytes(problem: Problem) -> int:
     q, kv = rows * row, problem.batch * problem.k_len * problem.kv_heads * row
     # Inputs with other strides are copied; sorting the block tables takes temporaries.
     needed = q + 2 * kv + copied_bytes(problem) + 4 * max(block_table_bytes(problem, each) for each in orders(problem))
-    needed += 8 * problem.q_len * problem.k_len * math.prod(problem.bias or (0,))
+    needed += 8 * problem.q_len * problem.k_len * math.prod(problem.bias or (0,)) + table_bytes(problem, BLOCK)
     if len(orders(problem)) > 1:
         # Inputs and the result in both orders, the permutation and its inverse.
         needed += (2 * q + 2 * kv) * (2 if problem.needs_grad else 1) + 24 * problem.q_len
