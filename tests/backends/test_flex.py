@@ -358,7 +358,8 @@ def hard_example(of: Problem, seed: int = 0) -> Example:
     example, generator = make(of, seed), torch.Generator().manual_seed(seed)
     example.masks.update(pattern_data(of, generator, hard=True))
     seen = of.pattern.bound(example.masks["pattern_data"]).multiplicity(of.q_len, of.k_len, of.heads) > 0
-    hidden = ~(seen if seen.ndim == 4 else seen[None]).any(2).unflatten(1, (of.kv_heads, -1)).any(2).transpose(1, 2)
+    by_head = torch.unflatten((seen if seen.ndim == 4 else seen[None]).any(2), 1, (of.kv_heads, -1))
+    hidden = ~by_head.any(2).transpose(1, 2)
     with torch.no_grad():
         for x in (example.k, example.v):
             x.masked_fill_(hidden[..., None], math.nan)

@@ -91,7 +91,8 @@ def block_table_bytes(problem: Problem, order: str = NATURAL) -> int:
     entries = -(-problem.q_len // BLOCK) * -(-problem.k_len // BLOCK)
     moved = order != NATURAL or token_order_of(problem.pattern) != NATURAL
     rows, heads = table_axes(problem.pattern, problem)
-    return 16 * rows * max(heads, distinct_heads(arithmetic(problem.pattern), problem.heads, BLOCK, moved)) * entries
+    distinct = distinct_heads(arithmetic(problem.pattern), problem.heads, BLOCK, moved)
+    return 16 * rows * max(heads, distinct) * entries
 
 
 def flops(problem: Problem) -> int:
@@ -265,8 +266,8 @@ def _unmasked(problem: Problem) -> bool:
 def _function(
     problem: Problem, positions: Tensor | None, flash_block: int = 0, repeated: bool = False
 ) -> Callable[..., Any]:
-    """The function from q, k, v [batch, heads, len, head_dim], the tensors of `_masks` and those of `DataTables` to
-    out, or (out, lse).
+    """The function from q, k, v [batch, heads, len, head_dim], the tensors of `_masks` and of `DataTables` to out, or
+    (out, lse).
 
     Args:
         positions: natural positions of the rows of q, k and v. Masks go by place in the caller's tensors.

@@ -26,8 +26,8 @@ class DataTables:
     """What a kernel takes of a pattern's tensors.
 
     Args:
-        counted: first and last keys [rows, intervals, q_len]; or how often, or whether, blocks are seen [rows, tables,
-            q blocks, k blocks].
+        counted: first and last keys [rows, intervals, q_len]; or how often, or whether, blocks are seen:
+            [rows, tables, q blocks, k blocks].
         lists: see `mask.listed`.
         repeated: whether a query may see a key more than once.
     """
@@ -107,22 +107,23 @@ def _cut(found: mask.Blocks, problem: Problem, size: int) -> mask.Blocks:
     return mask.Blocks(nonempty & cut.nonempty, full & cut.full)
 
 
-def counted_by(form: Form, count: Count | None, heads: int, tensors: tuple[Tensor, ...], repeated: bool) -> RowCount:
-    """The multiplicity by a pattern's tensors, `DataTables.counted`; `count` is that of its `arithmetic` part."""
+def counted_by(form: Form, within: Count | None, heads: int, tensors: tuple[Tensor, ...], adds: bool) -> RowCount:
+    """The multiplicity by a pattern's tensors, `DataTables.counted`; `within` is that of its `arithmetic` part."""
     if isinstance(form, RangesForm):
-        return _ranges_function(*tensors, repeated)
+        first, last = tensors
+        return _ranges_function(first, last, adds)
     assert isinstance(form, BlocksForm)
-    return _blocks_function(*tensors, form.size, count, heads)
+    return _blocks_function(tensors[0], form.size, within, heads)
 
 
-def _ranges_function(first: Tensor, last: Tensor, repeated: bool) -> RowCount:
+def _ranges_function(first: Tensor, last: Tensor, adds: bool) -> RowCount:
     rows, intervals = first.shape[:2]
 
     def count(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        row, total = b * (rows > 1), (j < 0).to(torch.int32 if repeated else torch.bool)
+        row, total = b * (rows > 1), (j < 0).to(torch.int32 if adds else torch.bool)
         for number in range(intervals):
             seen = (first[row, number, i] <= j) & (j <= last[row, number, i])
-            total = total + seen if repeated else total | seen
+            total = total + seen if adds else total | seen
         return total
 
     return count
@@ -161,11 +162,12 @@ def _marked(begin: Tensor, end: Tensor, none: Tensor, columns: int, size: int) -
     """How many queries of a block have `begin <= column < end`: [.., query blocks, columns]."""
     q_len = begin.shape[-1]
     block = torch.arange(q_len, device=begin.device) // size
-    edges = torch.zeros(*begin.shape[:-1], -(-q_len // size) * (columns + 1), dtype=torch.int32, device=begin.device)
+    rows = -(-q_len // size)
+    edges = torch.zeros(*begin.shape[:-1], rows * (columns + 1), dtype=torch.int32, device=begin.device)
     one = (~none & (begin < end)).int()
     for at, step in ((begin, one), (end, -one)):
         edges.scatter_add_(-1, block * (columns + 1) + at * one, step)
-    return edges.unflatten(-1, (-1, columns + 1)).cumsum(-1)[..., :-1]
+    return torch.unflatten(edges, -1, (rows, columns + 1)).cumsum(-1)[..., :-1]
 
 
 def _overlap(pattern: Ranges, k_len: int) -> bool:
@@ -190,7 +192,7 @@ def blocks_of_table(pattern: Blocks, q_len: int, k_len: int, size: int) -> mask.
 
 
 def _spans(length: int, block: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The first and one past the last of the table's blocks in each of a kernel's, and whether that has full size."""
+    """The first and one past the last of the table's blocks in each of a kernel's; whether that has full size."""
     start = torch.arange(0, length, size, device=device)
     stop = (start + size).clamp(max=length)
     return start // block, (stop - 1) // block + 1, stop - start == size

@@ -148,7 +148,7 @@ def _neighborhood(grid: tuple[Axis, ...]) -> Count:
 FAR = 2**40  #: past every place
 #: The lists of a BlockMask.
 LISTS = tuple(
-    f"{prefix}{side}_{what}" for prefix in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
+    f"{kind}{side}_{what}" for kind in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
 )
 
 
