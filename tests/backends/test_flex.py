@@ -20,13 +20,15 @@ from attn_dispatch.decisions import trial_limits
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.flex import attention, requirements
 from attn_dispatch.machine import environment
+from attn_dispatch.spec.data import BlocksForm, RangesForm
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
-from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.example import Example, make, pattern_data
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
@@ -338,6 +340,92 @@ def test_compiled_up_to_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None
         found = gate.run(FLEX)
     assert gate.check(found).failures == ()
     assert set(found) == {"out", "lse", "dq", "dk", "dv"}
+
+
+# --- masks made of data -----------------------------------------------------------------------------------------------
+
+OF_DATA: list[RangesForm | BlocksForm] = [
+    RangesForm(1, by_row=False),
+    RangesForm(3, by_row=True),
+    BlocksForm((48, 100), "kv_heads", by_row=True, is_list=True, within=Window(90, 9, sinks=2)),
+    BlocksForm((128, 64), "all", by_row=False, is_list=False, within=Dilated((64, 128), (1, 2))),
+    BlocksForm((7, 5), "heads", by_row=False, is_list=True, within=Dense(True)),
+]
+
+
+def hard_example(of: Problem, seed: int = 0) -> Example:
+    """Queries and keys that see nothing, entries that stand twice; NaN where no query looks."""
+    example, generator = make(of, seed), torch.Generator().manual_seed(seed)
+    example.masks.update(pattern_data(of, generator, hard=True))
+    seen = of.pattern.bound(example.masks["pattern_data"]).multiplicity(of.q_len, of.k_len, of.heads) > 0
+    by_head = torch.unflatten((seen if seen.ndim == 4 else seen[None]).any(2), 1, (of.kv_heads, -1))
+    hidden = ~by_head.any(2).transpose(1, 2)
+    with torch.no_grad():
+        for x in (example.k, example.v):
+            x.masked_fill_(hidden[..., None], math.nan)
+    return example
+
+
+class Unknown(Pattern):
+    def _counts(self, *arguments: Any) -> torch.Tensor:
+        raise AssertionError
+
+
+def of_data(form: Pattern, **changes: Any) -> Problem:
+    return replace(problem(length=300), pattern=form, kv_heads=2, **changes)
+
+
+@pytest.mark.parametrize("form", OF_DATA, ids=str)
+def test_masks_made_of_data(form: Pattern, uncompiled_flex: None) -> None:
+    expected = Oracle.of(hard_example(of_data(form, needs_grad=True, return_lse=True)))
+    assert expected.check(expected.run(FLEX)).failures == ()
+
+
+def test_what_blocks_are_cut_by() -> None:
+    """By what it computes without tensors. The other kernel takes no tensors."""
+    form = BlocksForm((8, 8), "all", by_row=False, is_list=False, within=Window(3, 0))
+    assert not {"pattern", "lengths"} & codes(of_data(form, q_len=4))
+    assert "lengths" in codes(of_data(replace(form, within=LONGNET), q_len=4))
+    assert "pattern" in codes(of_data(replace(form, within=Unknown())))
+    other = registry.load("flex_flash")
+    assert other.run_documents is None
+    assert str(refusals_of(other, of_data(form))[-1]).startswith("takes no tensors of a pattern: Blocks(8 x 8")
+
+
+def test_kernels_are_of_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tensors of a form, of another density too, are no other problem to the compiler."""
+    compiler = Compiler(monkeypatch)
+    for density in (None, -4):
+        example = make(of_data(replace(OF_DATA[0], density=density)))
+        masks: dict[str, Any] = example.masks
+        flex.run(example.q, example.k, example.v, example.problem, **masks)
+        assert flex.first_call_ms(example.problem) == 0
+    assert len(compiler.functions) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", OF_DATA[1:4], ids=str)
+def test_compiled_with_data(form: Pattern) -> None:
+    """Two compilations serve all tensors: those by which no key is seen twice have a kernel without logarithms."""
+    before = graphs()
+    compiled(of_data(form))
+    for seed in (1, 2):
+        gate = Oracle.of(hard_example(of_data(form), seed))
+        assert gate.check(gate.run(FLEX)).failures == ()
+    assert graphs() <= before + 2
+
+
+@pytest.mark.full
+def test_compiled_with_documents() -> None:
+    """Of all lengths, by one kernel."""
+    before, (q, k, v) = graphs(), (torch.randn(2, 300, 4, 16).bfloat16() for _ in range(3))
+    for lengths in ((300,), (1, 130, 100, 69), (60,) * 5):
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(2, -1)
+        for pattern in (Window(40, 0), Dense(True)):
+            out = attend(q, k, v, pattern, documents=ids, backend="flex")
+            right = attend(q.double(), k.double(), v.double(), pattern, documents=ids, backend="manual")
+            assert (out - right).abs().max() < 0.02
+    assert graphs() == before + 1
 
 
 # --- token orders -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dense, Dilated, Window, attend, counters, explain, record
-from attn_dispatch.backends import manual, native, triton
+from attn_dispatch.backends import flex, manual, native, triton
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.native import tables
@@ -26,7 +26,7 @@ from tests.support.ordered import stored
 from tests.support.pairwise import crossed
 from tests.support.timed import Machine, call_until_measured
 
-pytestmark = pytest.mark.usefixtures("short_trials", "triton_interpreter")
+pytestmark = pytest.mark.usefixtures("short_trials", "triton_interpreter", "uncompiled_flex")
 
 FLOATS: Any = [x.float() for x in tensors()]
 able = pytest.mark.skipif(bool(native.refusals(Problem.of(*FLOATS))), reason="no compiler")
@@ -40,7 +40,7 @@ EVERY: tuple[Pattern, ...] = (
 IDS = torch.stack([torch.arange(6).repeat_interleave(torch.tensor([10, 10, 1, 24, 1, 14])), torch.full((LENGTH,), 7)])
 GROUPED = torch.repeat_interleave(torch.arange(7), torch.tensor([20, 70, 5, 1, 64, 30, 10]))[None]
 ALIKE = IDS[:1].expand(2, -1)
-AT_ONCE = {"native": native, "triton": triton}
+AT_ONCE: dict[str, Any] = {"native": native, "triton": triton, "flex": flex}
 
 
 def refuses(backend: str, pattern: Pattern) -> bool:

@@ -26,6 +26,7 @@ from attn_dispatch.kernels.flex.data import (
     arithmetic,
     counted_by,
     table_axes,
+    table_bytes,
     tables_of,
     without_density,
 )
@@ -90,7 +91,8 @@ def block_table_bytes(problem: Problem, order: str = NATURAL) -> int:
     entries = -(-problem.q_len // BLOCK) * -(-problem.k_len // BLOCK)
     moved = order != NATURAL or token_order_of(problem.pattern) != NATURAL
     rows, heads = table_axes(problem.pattern, problem)
-    return 16 * rows * max(heads, distinct_heads(arithmetic(problem.pattern), problem.heads, BLOCK, moved)) * entries
+    distinct = distinct_heads(arithmetic(problem.pattern), problem.heads, BLOCK, moved)
+    return 16 * rows * max(heads, distinct) * entries
 
 
 def flops(problem: Problem) -> int:
@@ -117,7 +119,7 @@ def workspace_bytes(problem: Problem) -> int:
     q, kv = rows * row, problem.batch * problem.k_len * problem.kv_heads * row
     # Inputs with other strides are copied; sorting the block tables takes temporaries.
     needed = q + 2 * kv + copied_bytes(problem) + 4 * max(block_table_bytes(problem, each) for each in orders(problem))
-    needed += 8 * problem.q_len * problem.k_len * math.prod(problem.bias or (0,))
+    needed += 8 * problem.q_len * problem.k_len * math.prod(problem.bias or (0,)) + table_bytes(problem, BLOCK)
     if len(orders(problem)) > 1:
         # Inputs and the result in both orders, the permutation and its inverse.
         needed += (2 * q + 2 * kv) * (2 if problem.needs_grad else 1) + 24 * problem.q_len
@@ -264,8 +266,8 @@ def _unmasked(problem: Problem) -> bool:
 def _function(
     problem: Problem, positions: Tensor | None, flash_block: int = 0, repeated: bool = False
 ) -> Callable[..., Any]:
-    """The function from q, k, v [batch, heads, len, head_dim], the tensors of `_masks` and those of `DataTables` to
-    out, or (out, lse).
+    """The function from q, k, v [batch, heads, len, head_dim], the tensors of `_masks` and of `DataTables` to out, or
+    (out, lse).
 
     Args:
         positions: natural positions of the rows of q, k and v. Masks go by place in the caller's tensors.

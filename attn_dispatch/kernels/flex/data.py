@@ -5,7 +5,9 @@ Kernels take them as inputs: a kernel is compiled for a form, and takes all tens
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch.nn.functional import pad
 from attn_dispatch.kernels.device_cache import made_on
 from attn_dispatch.kernels.flex import mask
 from attn_dispatch.kernels.flex.mask import Count, RowCount
-from attn_dispatch.spec.data import FAR, Blocks, BlocksForm, DataPattern, Form, Ranges, RangesForm, derived
+from attn_dispatch.spec.data import FAR, Blocks, BlocksForm, Form, Ranges, RangesForm, derived
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.problem import Problem
 
@@ -24,7 +26,8 @@ class DataTables:
     """What a kernel takes of a pattern's tensors.
 
     Args:
-        counted: first and last [rows, intervals, q_len]; or how often blocks are seen [rows, tables, q blocks, k blocks].
+        counted: first and last keys [rows, intervals, q_len]; or how often, or whether, blocks are seen:
+            [rows, tables, q blocks, k blocks].
         lists: see `mask.listed`.
         repeated: whether a query may see a key more than once.
     """
@@ -42,10 +45,13 @@ def arithmetic(pattern: Pattern) -> Pattern:
     return getattr(pattern, "within", Dense()) if isinstance(pattern, Form) else pattern.natural
 
 
+@lru_cache(maxsize=4096)
 def without_density(problem: Problem) -> Problem:
     """The problem that stands for all with tensors of one form."""
     form = problem.pattern
-    return replace(problem, pattern=replace(form, density=None)) if isinstance(form, RangesForm | BlocksForm) else problem
+    if not isinstance(form, RangesForm | BlocksForm) or form.density is None:
+        return problem
+    return replace(problem, pattern=replace(form, density=None))
 
 
 def table_axes(form: Pattern, problem: Problem) -> tuple[int, int]:
@@ -54,52 +60,70 @@ def table_axes(form: Pattern, problem: Problem) -> tuple[int, int]:
     return problem.batch if getattr(form, "by_row", False) else 1, heads
 
 
+def table_bytes(problem: Problem, size: int) -> int:
+    """Upper bound of what making `DataTables` of blocks of `size` tokens takes besides their lists."""
+    form, sizes = problem.pattern, (problem.q_len, problem.k_len)
+    rows, heads = table_axes(form, problem)
+    if isinstance(form, RangesForm):
+        blocks = (sizes[0] // size + 1) * (sizes[1] // size + 2)
+        return rows * form.intervals * (120 * problem.q_len + 32 * blocks)
+    if not isinstance(form, BlocksForm):
+        return 0
+    return 40 * rows * heads * math.prod(-(-length // block) + 1 for length, block in zip(sizes, form.size))
+
+
 def tables_of(problem: Problem, data: Tensor, size: int) -> DataTables:
     """Kept as long as the tensors. Blocks have `size` tokens per side."""
     partly = bool(problem.masked or problem.bias)
-    key = "flex", problem.q_len, problem.k_len, problem.heads, size, partly
+    form, sizes = without_density(problem).pattern, (problem.q_len, problem.k_len, problem.heads, size)
+    key = "flex", form, *sizes, partly
     return derived(data, key, lambda: made_on(problem.device, _tables, problem, data, size, partly))
 
 
 def _tables(problem: Problem, data: Tensor, size: int, partly: bool) -> DataTables:
-    pattern, sizes = problem.pattern.bound(data), (problem.q_len, problem.k_len)
-    assert isinstance(pattern, Ranges | Blocks)
-    within, heads = arithmetic(problem.pattern), problem.heads
+    pattern, k_len = problem.pattern.bound(data), problem.k_len
+    counted: tuple[Tensor, ...]
     if isinstance(pattern, Ranges):
-        found = blocks_of_ranges(pattern, *sizes, size)
-        counted, repeated = (data[0].clone(), data[1].clone()), _overlap(pattern, problem.k_len)
+        found = blocks_of_ranges(pattern, problem.q_len, k_len, size)
+        counted, repeated = (data[0].contiguous(), data[1].contiguous()), _overlap(pattern, k_len)
     else:
-        found = blocks_of_table(pattern, *sizes, size)
-        counts = pattern.block_counts(problem.k_len)
+        assert isinstance(pattern, Blocks)
+        found = _cut(blocks_of_table(pattern, problem.q_len, k_len, size), problem, size)
+        counts = pattern.block_counts(k_len)
         repeated = bool((counts > 1).any())
-        counted = ((counts.clone() if repeated else counts > 0).contiguous(),)
-        # of heads that share a table
-        some = (x.repeat_interleave(heads // x.shape[1] if x.shape[1] > 1 else 1, 1) for x in (found.nonempty, found.full))
-        cut = mask.blocks_of(within, *sizes, heads, size, data.device)
-        nonempty, full = (x & y for x, y in zip(some, (cut.nonempty, cut.full)))
-        found = mask.Blocks(nonempty, full)
+        counted = ((counts if repeated else counts > 0).contiguous(),)
     lists = mask.listed(found, partly, always=True)
-    return DataTables(counted, tuple(x for x in lists.values() if x is not None), repeated)
+    copies = tuple(x.clone() for x in counted)  # `data` must not be kept, nor a tensor of inference mode
+    return DataTables(copies, tuple(x for x in lists.values() if x is not None), repeated)
 
 
-def counted_by(
-    form: Form, count: Count | None, heads: int, tensors: tuple[Tensor, ...], repeated: bool
-) -> RowCount:
-    """The multiplicity by a pattern's tensors, `DataTables.counted`; `count` is that of its `arithmetic` part."""
+def _cut(found: mask.Blocks, problem: Problem, size: int) -> mask.Blocks:
+    """The blocks by tables as those of all heads, where the pattern within has some."""
+    of_within, heads = arithmetic(problem.pattern), problem.heads
+    cut = mask.blocks_of(of_within, problem.q_len, problem.k_len, heads, size, problem.device)
+    tables = found.full.shape[1]
+    each = heads // tables if tables > 1 else 1
+    nonempty, full = (x.repeat_interleave(each, 1) for x in (found.nonempty, found.full))
+    return mask.Blocks(nonempty & cut.nonempty, full & cut.full)
+
+
+def counted_by(form: Form, within: Count | None, heads: int, tensors: tuple[Tensor, ...], adds: bool) -> RowCount:
+    """The multiplicity by a pattern's tensors, `DataTables.counted`; `within` is that of its `arithmetic` part."""
     if isinstance(form, RangesForm):
-        return _ranges_function(*tensors, repeated)
+        first, last = tensors
+        return _ranges_function(first, last, adds)
     assert isinstance(form, BlocksForm)
-    return _blocks_function(*tensors, form.size, count, heads)
+    return _blocks_function(tensors[0], form.size, within, heads)
 
 
-def _ranges_function(first: Tensor, last: Tensor, repeated: bool) -> RowCount:
+def _ranges_function(first: Tensor, last: Tensor, adds: bool) -> RowCount:
     rows, intervals = first.shape[:2]
 
     def count(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        row, total = b * (rows > 1), (j < 0).to(torch.int32 if repeated else torch.bool)
+        row, total = b * (rows > 1), (j < 0).to(torch.int32 if adds else torch.bool)
         for number in range(intervals):
             seen = (first[row, number, i] <= j) & (j <= last[row, number, i])
-            total = total + seen if repeated else total | seen
+            total = total + seen if adds else total | seen
         return total
 
     return count
@@ -138,11 +162,12 @@ def _marked(begin: Tensor, end: Tensor, none: Tensor, columns: int, size: int) -
     """How many queries of a block have `begin <= column < end`: [.., query blocks, columns]."""
     q_len = begin.shape[-1]
     block = torch.arange(q_len, device=begin.device) // size
-    edges = torch.zeros(*begin.shape[:-1], -(-q_len // size) * (columns + 1), dtype=torch.int32, device=begin.device)
+    rows = -(-q_len // size)
+    edges = torch.zeros(*begin.shape[:-1], rows * (columns + 1), dtype=torch.int32, device=begin.device)
     one = (~none & (begin < end)).int()
     for at, step in ((begin, one), (end, -one)):
         edges.scatter_add_(-1, block * (columns + 1) + at * one, step)
-    return edges.unflatten(-1, (-1, columns + 1)).cumsum(-1)[..., :-1]
+    return torch.unflatten(edges, -1, (rows, columns + 1)).cumsum(-1)[..., :-1]
 
 
 def _overlap(pattern: Ranges, k_len: int) -> bool:
@@ -167,7 +192,7 @@ def blocks_of_table(pattern: Blocks, q_len: int, k_len: int, size: int) -> mask.
 
 
 def _spans(length: int, block: int, size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The first and one past the last of the table's blocks in each of a kernel's, and whether that has full size."""
+    """The first and one past the last of the table's blocks in each of a kernel's; whether that has full size."""
     start = torch.arange(0, length, size, device=device)
     stop = (start + size).clamp(max=length)
     return start // block, (stop - 1) // block + 1, stop - start == size

@@ -12,13 +12,13 @@ from torch import Tensor
 from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.flex import attention
 from attn_dispatch.spec.data import Ranges, RangesForm
-from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Problem
 
 
 def takes(problem: Problem) -> bool:
     """Whether what a query sees in its document is intervals."""
-    return isinstance(problem.pattern, Dense | Window)
+    pattern = problem.pattern
+    return not pattern.branches and pattern.bands(problem.q_len, problem.k_len, ()) is not None
 
 
 @lru_cache(maxsize=4096)

@@ -148,7 +148,7 @@ def _neighborhood(grid: tuple[Axis, ...]) -> Count:
 FAR = 2**40  #: past every place
 #: The lists of a BlockMask.
 LISTS = tuple(
-    f"{prefix}{side}_{what}" for prefix in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
+    f"{kind}{side}_{what}" for kind in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
 )
 
 
@@ -226,8 +226,8 @@ def listed(blocks: Blocks, partly: bool, always: bool) -> dict[str, Tensor | Non
         always: whether there are lists of full blocks even where there is no such block.
     """
     whole = torch.zeros_like(blocks.full) if partly else blocks.full
-    some, none = blocks.nonempty & ~whole, (None, None)
-    found = [*_listed(some), *_listed(some.mT)]
+    some = blocks.nonempty & ~whole
+    found: list[Tensor | None] = [*_listed(some), *_listed(some.mT)]
     found += [*_listed(whole), *_listed(whole.mT)] if always or bool(whole.any()) else [None] * 4
     return dict(zip(LISTS, found))
 
