@@ -115,6 +115,8 @@ def of_data(call: Call) -> Rewritten | None:
     lengths, keys = _integers("key_lens", call.key_lens, read=False), call.k.shape[call.layout.index("n")]
     if list(lengths.shape) != [call.k.shape[0]]:
         raise InvalidInput(f"key_lens must have shape [batch] = [{call.k.shape[0]}], got {list(lengths.shape)}")
+    if lengths.device.type == "cpu" and not all(0 <= length <= keys for length in lengths.tolist()):
+        raise InvalidInput(f"key_lens must lie in 0..{keys}, got {_shortened(lengths.tolist())}")
     there = torch.arange(keys, device=lengths.device) < lengths[:, None]
     return Rewritten([call._replace(key_lens=None, key_mask=there if call.key_mask is None else call.key_mask & there)], only)
 
