@@ -144,6 +144,8 @@ class Ranges(DataPattern):
 
         for name, x in (("first", first), ("last", last)):
             _check_integers(name, x, (2, 3), "[1 or batch, (branches,) q_len]")
+            if x.ndim == 3 and not x.shape[1]:
+                raise InvalidInput(f"{name} must have at least one branch, got {list(x.shape)}")
         if first.shape != last.shape or first.device != last.device:
             got = f"{list(first.shape)} on {first.device} and {list(last.shape)} on {last.device}"
             raise InvalidInput(f"first and last must have one shape and device, got {got}")
@@ -188,8 +190,9 @@ class Ranges(DataPattern):
     def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
         _, rows, branches, length = self.data.shape
         if rows not in (1, batch) or length != q_len:
-            allowed = f"[1 or {batch}, (branches,) {q_len}]"
-            raise InvalidInput(f"first and last of Ranges must have shape {allowed}, got {[rows, branches, length]}")
+            names = " and ".join(name for name, *_ in self.given) or "first and last"
+            allowed = f"[1 or {batch}, (branches,) {q_len}], the queries of the call"
+            raise InvalidInput(f"{names} of Ranges must have shape {allowed}, got {[rows, branches, length]}")
 
     def clipped(self, low: Tensor, high: Tensor) -> Ranges:
         """The intervals cut to `low` to `high`, integers [1 or batch, q_len]."""
@@ -289,7 +292,8 @@ class Blocks(DataPattern):
         if not isinstance(within, Pattern) or isinstance(within, DataPattern | Reordered):
             raise InvalidInput(f"within must be a pattern without tensors, in natural order, got {within!r}")
         if not (isinstance(table, torch.Tensor) and table.dtype == torch.bool and table.ndim == 4):
-            _check_integers("table", table, (4,), "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool")
+            shape = "[1 or batch, 1 or kv_heads or heads, q blocks, most], or a bool one [.., q blocks, k blocks]"
+            _check_integers("table", table, (4,), shape)
         self.size, self.within = (integer("size", pair[0], 1), integer("size", pair[1], 1)), within
         # An alias: what is derived of it lives as long as this pattern.
         self._hold(table.detach() if table.dtype == torch.bool else table.int(), table=table)
@@ -319,7 +323,8 @@ class Blocks(DataPattern):
         rows, tables = self.data.shape[:2]
         if rows not in (1, batch) or tables not in (1, kv_heads, heads):
             counts = " or ".join(map(str, sorted({1, kv_heads, heads})))
-            raise InvalidInput(f"table of Blocks must have [1 or {batch}, {counts}] tables, got {[rows, tables]}")
+            allowed = f"[1 or {batch}, {counts}, ..], by batch and heads"
+            raise InvalidInput(f"table of Blocks must have shape {allowed}, got {list(self.data.shape)}")
 
     def block_counts(self, k_len: int) -> Tensor:
         """How often each block of queries sees each block of keys: int32 [rows, tables, q blocks, k blocks]."""
@@ -356,7 +361,7 @@ def _check_integers(name: str, x: object, axes: tuple[int, ...], shape: str) -> 
 
     if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or not x.dtype.itemsize > 1 or x.ndim not in axes:
         got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
-        raise InvalidInput(f"{name} must be an integer tensor {shape}, got {got}")
+        raise InvalidInput(f"{name} must be an int32 or int64 tensor {shape}, got {got}")
 
 
 def _check_entries(table: Tensor, k_blocks: int) -> None:

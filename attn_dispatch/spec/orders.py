@@ -13,6 +13,7 @@ x = from_order(x, "hilbert", grid)
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -296,7 +297,7 @@ def _checked_permutation(order: str, pattern: Pattern, length: int) -> Tensor | 
 
 
 def _check(order: object, pattern: object) -> None:
-    if not isinstance(pattern, Pattern) or isinstance(pattern, Reordered):
-        raise InvalidInput(f"pattern must be a pattern in natural order, got {pattern!r}")
+    if not isinstance(pattern, Pattern) or isinstance(pattern, Reordered) or not isinstance(pattern, Hashable):
+        raise InvalidInput(f"pattern must be a pattern without tensors, in natural order, got {pattern!r}")
     if order not in ORDERS:
         raise InvalidInput(f"order must be one of {', '.join(map(repr, ORDERS))}, got {order!r}")
