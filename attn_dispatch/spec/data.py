@@ -72,6 +72,11 @@ class DataPattern(Pattern):
         self.data, self._densities = data, dict[int, int]()
         self.given = tuple((name, x, _version(x)) for name, x in given.items())
 
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        for name, value in state[1].items():
+            setattr(self, name, value)
+        self.given = tuple((name, x, _version(x)) for name, x, _ in self.given)  # of a copy the counters begin anew
+
     @property
     def device(self) -> device:
         return self.data.device

@@ -1,10 +1,16 @@
-"""Blocks within patterns that differ by head, or fix the number of tokens: by float64, and by what a trial measures."""
+"""Blocks within patterns that differ by head, or fix the number of tokens; copies of patterns that hold tensors."""
 
 from __future__ import annotations
 
-import pytest
+import copy
+import pickle
+from collections.abc import Callable
 
-from attn_dispatch import Blocks, Dilated, Neighborhood, attend
+import pytest
+import torch
+
+from attn_dispatch import Blocks, Dilated, InvalidInput, Neighborhood, Ranges, attend
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import close, drawn, formula
 
@@ -24,3 +30,15 @@ def test_blocks_within(within: Pattern, tables: int) -> None:
     own = table if tables == 1 else table[:, tables // 4 : tables * 3 // 4]
     part = attend(q[:, :, 2:6], k[:, :, 1:3], v[:, :, 1:3], Blocks(own, (4, 8), within), first_head=2, all_heads=8)
     assert close(part, exact[:, :, 2:6])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies(copied: Callable[[DataPattern], DataPattern]) -> None:
+    """As modules and data loaders make them: they hold the same, and notice what is written to them."""
+    q, ids, table = drawn(1, 8, 2, 8), torch.arange(8)[None] // 3, torch.ones(1, 1, 2, 2) > 0
+    for pattern in (Ranges.spans(ids), Blocks(table, 4)):
+        other = copied(pattern)
+        assert torch.equal(attend(q, q, q, other), attend(q, q, q, pattern))
+        other.given[0][1].zero_()
+        with pytest.raises(InvalidInput, match="was changed in place"):
+            attend(q, q, q, other)
