@@ -1,6 +1,6 @@
 """Makes `Blocks` from scores, grids and other libraries' formats, and says how much of attention a pattern keeps.
 
-A table is `data` of a Blocks; `block_counts(k_len) > 0` has it as bools. InvalidInput names arguments that are wrong.
+A table is `data` of a Blocks, `block_counts(k_len) > 0` its bools. InvalidInput names an argument that is wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from attn_dispatch.spec.tracing import make_plain
 
 __all__ = ["of_block_mask", "of_bsr", "recall", "sliding_tiles", "to_block_mask", "top_k"]
 
-ENTRIES = 2**23  #: scores of `recall` at once
 Sizes = int | tuple[int, ...]
 
 
@@ -53,9 +52,9 @@ def top_k(q: Tensor, k: Tensor, size: Sizes, blocks: int, within: Pattern | None
 def sliding_tiles(
     grid: Sizes, tile: Sizes, window: Sizes, *, is_causal: Any = False, device: torch.device | str | None = None
 ) -> tuple[Blocks, Tensor]:
-    """A window of cubes around the query's own, cubes as blocks; and `at`, int64 [tokens], the position at each place.
+    """A window of cubes around the query's own, as blocks; and `at`, int64 [tokens], the position at each place.
 
-    It takes `q[:, at]`, `k[:, at]` and `v[:, at]`; `out[:, at.argsort()]` is in the order of the row-major grid again.
+    It takes `q[:, at]`, `k[:, at]` and `v[:, at]`; `out[:, at.argsort()]` is in the row-major grid's order again.
     At borders the window moves inside. With an odd number of cubes on each axis, not causal, it is
     `Neighborhood(grid, window, edges="shift", stride=tile)` in another order.
 
@@ -66,9 +65,10 @@ def sliding_tiles(
     Source: Zhang et al. 2025, Fast Video Generation with Sliding Tile Attention.
     """
     sizes = integers("grid", grid)
-    tiles, widths = (per_axis(name, integers(name, x), len(sizes)) for name, x in (("tile", tile), ("window", window)))
+    tiles = per_axis("tile", integers("tile", tile), len(sizes))
+    widths = per_axis("window", integers("window", window), len(sizes))
     if any(size % t or w % t or w > size for size, t, w in zip(sizes, tiles, widths)):
-        raise InvalidInput(f"tile must divide grid {sizes} and window, which is no larger, got {tiles} and {widths}")
+        raise InvalidInput(f"tile must divide grid {sizes} and window, which is smaller, got {tiles} and {widths}")
     cubes, near = (tuple(n // t for n, t in zip(each, tiles)) for each in (sizes, widths))
     by_cube = Neighborhood(cubes, near, (1,), is_causal, "shift")
     split = torch.arange(prod(sizes), device=device).view([n for pair in zip(cubes, tiles) for n in pair])
@@ -86,21 +86,20 @@ def of_block_mask(block_mask: Any, within: Pattern | None = None) -> Blocks:
     if not isinstance(block_mask, BlockMask) or block_mask.kv_indices.ndim != 4:
         raise InvalidInput(f"block_mask must be a BlockMask of [batch, heads, ..], got {block_mask!r}")
     (qb, kb), within = _checked(block_mask.BLOCK_SIZE, within)
-    (q_len, k_len), partial, full = block_mask.seq_lengths, _table(block_mask, ""), _table(block_mask, "full_")
-    if within != Dense() or (block_mask.mask_mod is not noop_mask and partial.any()):
-        given = create_mask(block_mask.mask_mod, *partial.shape[:2], q_len, k_len, str(partial.device))
-        named = within.multiplicity(q_len, k_len, device=partial.device) > 0
-        some, all_ = (x.repeat_interleave(qb, 2).repeat_interleave(kb, 3)[..., :q_len, :k_len] for x in (partial, full))
-        if ((given != named) & some | ~named & all_).any():
-            raise InvalidInput(f"within must be what mask_mod of block_mask computes inside its blocks, got {within}")
-    return Blocks(partial | full, (qb, kb), within)
+    (q_len, k_len), both = block_mask.seq_lengths, [_table(block_mask, prefix) for prefix in ("", "full_")]
+    if within != Dense() or (block_mask.mask_mod is not noop_mask and both[0].any()):
+        given = create_mask(block_mask.mask_mod, *both[0].shape[:2], q_len, k_len, str(both[0].device))
+        named = within.multiplicity(q_len, k_len, device=given.device) > 0
+        some, whole = (x.repeat_interleave(qb, 2).repeat_interleave(kb, 3)[..., :q_len, :k_len] for x in both)
+        if ((given != named) & some | ~named & whole).any():
+            raise InvalidInput(f"within must be what mask_mod of block_mask computes inside blocks, got {within}")
+    return Blocks(both[0] | both[1], (qb, kb), within)
 
 
 def to_block_mask(blocks: Blocks, q_len: int, k_len: int | None = None, heads: int | None = None) -> Any:
-    """FlexAttention's BlockMask of a pattern that shows each key once; its `mask_mod` reads the table, for eager calls.
+    """FlexAttention's BlockMask of blocks that are listed once; its `mask_mod` reads the table, for eager calls.
 
-    Args:
-        k_len: `q_len` by default. heads: of the queries, where tables are those of key heads.
+    `k_len` is `q_len` by default. `heads` are those of q, where tables are those of k.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -111,7 +110,7 @@ def to_block_mask(blocks: Blocks, q_len: int, k_len: int | None = None, heads: i
     ((qb, kb), within), counts = _checked(blocks.size, blocks.within), blocks.block_counts(k_len)
     heads = integer("heads", counts.shape[1] if heads is None else heads, 1)
     if bool((counts > 1).any()) or heads % counts.shape[1]:
-        raise InvalidInput(f"blocks must have each block once, and tables that divide {heads} heads, got {blocks!r}")
+        raise InvalidInput(f"blocks must have each block once, tables that divide {heads} heads, got {blocks!r}")
     seen = _blocks_seen(within, (qb, kb), q_len, k_len).to(counts.device)
     table = ((counts > 0) & seen).repeat_interleave(heads // counts.shape[1], 1)
     inside, ahead = multiplicity_function(within, q_len, k_len, 1), k_len - q_len if within.axes else 0
@@ -127,10 +126,10 @@ def to_block_mask(blocks: Blocks, q_len: int, k_len: int | None = None, heads: i
 
 
 def of_bsr(indptr: Tensor, indices: Tensor, size: Sizes, within: Pattern | None = None) -> Blocks:
-    """The pattern of a matrix in block rows: FlashInfer's, scipy's, or `crow_indices` and `col_indices` of PyTorch's.
+    """The pattern of a matrix in block rows: FlashInfer's, scipy's, PyTorch's `crow_indices` and `col_indices`.
 
     Args:
-        indptr, indices: int32 or int64, [q blocks + 1] and [entries]: where each row's key blocks start, and these.
+        indptr, indices: int32 or int64, [q blocks + 1] and [entries]: where each row's key blocks start; these.
         size, within: as of `Blocks`.
     """
     for name, x in (("indptr", indptr), ("indices", indices)):
@@ -145,7 +144,7 @@ def of_bsr(indptr: Tensor, indices: Tensor, size: Sizes, within: Pattern | None 
 
 
 def recall(q: Tensor, k: Tensor, pattern: Pattern, of: Pattern | None = None, scale: float | None = None) -> Tensor:
-    """The share of the softmax of `of` on keys that `pattern` shows, the mean over queries: float64 [batch, heads].
+    """The share of `of`'s softmax on keys that `pattern` shows, the mean over queries: float64 [batch, heads].
 
     Args:
         q, k, scale: as of `attend`. All q_len * k_len scores are computed, in float64.
@@ -157,7 +156,8 @@ def recall(q: Tensor, k: Tensor, pattern: Pattern, of: Pattern | None = None, sc
     problem, _ = (Problem.of(q, k, k, each, scale=scale) for each in (pattern, of))
     q, k = q.detach().double(), k.detach().double().repeat_interleave(problem.heads // problem.kv_heads, 2)
     sizes, found = (problem.q_len, problem.k_len, problem.heads), q.new_zeros(problem.batch, problem.heads)
-    for rows in torch.arange(problem.q_len, device=q.device).split(max(1, ENTRIES // (found.numel() * problem.k_len))):
+    step = max(1, 2**23 // (found.numel() * problem.k_len))  # 64 MiB of scores
+    for rows in torch.arange(problem.q_len, device=q.device).split(step):
         kept, counts = (each.multiplicity(*sizes, q_pos=rows) for each in (pattern, of))
         scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows] * problem.scale, k) + counts.double().log()
         found += (scores.softmax(-1) * (kept > 0)).sum(-1).where(counts.sum(-1) > 0, 1.0).sum(-1)
@@ -165,7 +165,7 @@ def recall(q: Tensor, k: Tensor, pattern: Pattern, of: Pattern | None = None, sc
 
 
 def _checked(size: Sizes, within: Pattern | None) -> tuple[tuple[int, int], Pattern]:
-    """The size as a pair, and a pattern that is one for all heads; raises InvalidInput for others, as Blocks does."""
+    """The size as a pair, and a pattern that is one for all heads. Raises InvalidInput, as Blocks does."""
     found = Blocks(torch.zeros(1, 1, 1, 1, dtype=torch.bool), size, within)
     if found.within.branches:
         raise InvalidInput(f"within must show the same keys to all heads, each once, got {within}")

@@ -2,10 +2,10 @@
 
     python examples/video_blocks.py [--grid 8 16 28] [--window 7] [--share 0.125]
 
-Tokens are those of a grid of frames x rows x columns; similar ones are near each other. In each order, 64 tokens in a
-row are a block. One table has all blocks in which a token meets one of its 3-D neighbourhood: the fewer the better. The
-other has equally many in each order, those that `top_k` takes: the more attention they keep the better. Tables of two
-orders hide different pairs: these are different functions. Each is compared with the plain formula in float64.
+Tokens are those of a grid of frames x rows x columns; similar ones are near each other. In each order, 64 tokens
+in a row are a block. One table has all blocks in which a token meets one of its 3-D neighbourhood: the fewer the
+better. The other has equally many in each order, those that `top_k` takes: the more attention they keep the better.
+Tables of two orders hide different pairs: these are different functions. Each is compared with float64.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZE, CUBE, HEADS, HEAD_DIM, ROUNDS = 64, 4, 4, 64, 7  # a cube of 4 x 4 x 4 tok
 def video(grid: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
     """q, k and v [1, tokens, heads, head_dim]: scores fall with the distance of two tokens, and differ by head."""
     at = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float32) for n in grid))
-    waves = torch.randn(HEADS, len(grid), HEAD_DIM, generator=generator) / torch.arange(2, HEADS + 2)[:, None, None]
+    waves = torch.randn(HEADS, 3, HEAD_DIM, generator=generator) / torch.arange(2, HEADS + 2)[:, None, None]
     phase = 2 * math.pi * torch.rand(HEADS, 1, HEAD_DIM, generator=generator)
     features = 3 * torch.cos(at @ waves + phase).transpose(0, 1)[None]
     noisy = [features + torch.randn(features.shape, generator=generator) for _ in "qk"]
@@ -52,8 +52,8 @@ def tried(inputs: list[Tensor], blocks: Blocks) -> tuple[float, float]:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--grid", type=int, nargs=3, default=(8, 16, 28), help="frames, rows, columns: multiples of 4")
-    options.add_argument("--window", type=int, default=7, help="tokens on each axis of a neighbourhood, an odd number")
+    options.add_argument("--grid", type=int, nargs=3, default=(8, 16, 28), help="frames, rows, columns, by 4")
+    options.add_argument("--window", type=int, default=7, help="tokens on each axis, an odd number")
     options.add_argument("--share", type=float, default=0.125, help="share of the blocks that top_k takes")
     given = options.parse_args()
     grid = tuple(given.grid)

@@ -40,7 +40,7 @@ def by_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 def test_top_k(within: Pattern | None, per: str) -> None:
     (q, k, _), (qb, kb), most = qkv(q_len=14), (3, 5), 2
     found = top_k(q, k, (qb, kb), most, within, per)
-    seen, tables = (within or Dense()).multiplicity(14, LENGTH)[0], HEADS if per == "heads" else KV_HEADS
+    seen, tables = found.within.multiplicity(14, LENGTH)[0], HEADS if per == "heads" else KV_HEADS
     assert (found.within, found.size, found.data.shape[1]) == (within or Dense(), (qb, kb), tables)
     for row, table, block in product(range(2), range(tables), range(5)):
         own, group = slice(block * qb, block * qb + qb), HEADS // tables
@@ -72,31 +72,30 @@ def test_sliding_tiles(grid: tuple[int, ...], tile: Any, window: Any, causal: bo
     if all(w // t % 2 for w, t in zip(windows, tiles)) and not causal:
         q, k, v = (drawn(1, len(tokens), 2, 8, seed=n) for n in range(3))
         out = attend(q[:, at], k[:, at], v[:, at], blocks)[:, at.argsort()]
-        assert torch.allclose(out, attend(q, k, v, Neighborhood(grid, window, edges="shift", stride=tile)), atol=1e-6)
+        near = Neighborhood(grid, window, edges="shift", stride=tile)
+        assert torch.allclose(out, attend(q, k, v, near), atol=1e-6)
 
 
 KEEP = torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0]]) > 0
-FUNCTIONS: dict[str, tuple[Callable[..., Any], Pattern | None]] = {
-    "window": (lambda b, h, i, j: (j <= i) & (i - j <= 9), Window(9, 0)),
-    "by row and head": (lambda b, h, i, j: KEEP[(i // 8 + b) % 3, (j // 8 + h) % 3], None),
-}
+FUNCTIONS: list[tuple[Callable[..., Any], Pattern | None]] = [
+    (lambda b, h, i, j: (j <= i) & (i - j <= 9), Window(9, 0)),
+    (lambda b, h, i, j: KEEP[(i // 8 + b) % 3, (j // 8 + h) % 3], None),
+]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_of_block_mask(name: str) -> None:
-    mask_mod, within = FUNCTIONS[name]
+@pytest.mark.parametrize(("mask_mod", "within"), FUNCTIONS, ids=["window", "by row and head"])
+def test_of_block_mask(mask_mod: Callable[..., Any], within: Pattern | None) -> None:
     mask, inputs = flex.create_block_mask(mask_mod, 2, HEADS, LENGTH, LENGTH, "cpu", BLOCK_SIZE=8), qkv()
     assert torch.allclose(attend(*inputs, of_block_mask(mask, within)), by_flex(*inputs, mask))
     for wrong in (None, Window(3, 0)) if within else ():
-        with pytest.raises(InvalidInput, match="within must be what mask_mod of block_mask computes"):
+        with pytest.raises(InvalidInput, match="within must be what mask_mod of block_mask"):
             of_block_mask(mask, wrong)
 
 
 @pytest.mark.parametrize("tables", [1, KV_HEADS, HEADS])
 @pytest.mark.parametrize("within", [Dense(), Window(6, 2), Neighborhood((2, 11), (1, 5))], ids=str)
 def test_to_block_mask(within: Pattern, tables: int) -> None:
-    inputs, table = qkv(q_len=14), drawn(2, tables, 4, 3, seed=5) > 0
-    blocks = Blocks(table, (4, 8), within)
+    inputs, blocks = qkv(q_len=14), Blocks(drawn(2, tables, 4, 3, seed=5) > 0, (4, 8), within)
     mask = to_block_mask(blocks, 14, LENGTH, HEADS)
     assert torch.allclose(by_flex(*inputs, mask).nan_to_num(), attend(*inputs, blocks))
     seen = blocks.multiplicity(14, LENGTH, HEADS)
@@ -129,14 +128,14 @@ def test_recall(pattern: Pattern, of: Pattern | None) -> None:
     for row, head in product(range(2), range(HEADS)):
         shares = []
         for i in range(14):
-            mass = [n * math.exp(0.7 * q[row, i, head] @ k[row, j, head // 2]) for j, n in enumerate(counts[head][i])]
+            scores = (0.7 * k[row, :, head // 2] @ q[row, i, head]).tolist()
+            mass = [n * math.exp(score) for score, n in zip(scores, counts[head][i])]
             shares.append(sum(m for m, n in zip(mass, kept[head][i]) if n) / sum(mass) if any(mass) else 1.0)
         assert recall(q, k, pattern, of, scale=0.7)[row, head].item() == pytest.approx(sum(shares) / 14, abs=1e-12)
 
 
 X, TABLE, STARTS = torch.randn(1, 8, 2, 4), torch.ones(1, 1, 2, 2) > 0, torch.tensor([0, 1, 2])
 WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: top_k(X, X, 4, 1, per="head"), "per must be one of 'heads', 'kv_heads', got 'head'"),
     (lambda: top_k(X, X, 4, 1, Dilated((4,), (2,))), "within must show the same keys to all heads"),
     (lambda: sliding_tiles((6, 8), 4, 4), r"tile must divide grid \(6, 8\)"),
     (lambda: of_block_mask(TABLE), "block_mask must be a BlockMask"),

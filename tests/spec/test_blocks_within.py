@@ -1,4 +1,4 @@
-"""Blocks within patterns that differ by head, or fix the number of tokens; copies of patterns that hold tensors."""
+"""Blocks within patterns that differ by head, or fix the number of tokens; copies of Ranges and Blocks."""
 
 from __future__ import annotations
 
