@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_dispatch import blocks as blocks
     from attn_dispatch import nn as nn
     from attn_dispatch.compat.sdpa import replacing_sdpa
     from attn_dispatch.decisions.decide import counters
@@ -87,7 +88,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("attn-dispatch")
-    if name == "nn":  # imports torch, so it is loaded when first used
+    if name in ("blocks", "nn"):  # they import torch, so they are loaded when first used
         return _loaded(name)
     if name not in _HOME:
         raise AttributeError(f"module 'attn_dispatch' has no attribute {name!r}")

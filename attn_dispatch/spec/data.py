@@ -231,8 +231,9 @@ class Ranges(DataPattern):
     def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
         _, rows, branches, length = self.data.shape
         if rows not in (1, batch) or length != q_len:
-            allowed = f"[1 or {batch}, (branches,) {q_len}]"
-            raise InvalidInput(f"first and last of Ranges must have shape {allowed}, got {[rows, branches, length]}")
+            names = " and ".join(name for name, *_ in self.given) or "first and last"
+            allowed = f"[1 or {batch}, (branches,) {q_len}], the queries of the call"
+            raise InvalidInput(f"{names} of Ranges must have shape {allowed}, got {[rows, branches, length]}")
 
     def clipped(self, low: Tensor, high: Tensor) -> Ranges:
         """The intervals cut to `low` to `high`, integers [1 or batch, q_len]."""
@@ -336,7 +337,7 @@ class Blocks(DataPattern):
 
         within = Dense() if within is None else within
         _check_within(within)
-        shape = "[1 or batch, 1 or kv_heads or heads, q blocks, ..], or bool"
+        shape = "[1 or batch, 1 or kv_heads or heads, q blocks, most], or a bool one [.., q blocks, k blocks]"
         _check_integers("table", table, (4,), shape, torch.bool)
         self.size = _check_size(tuple(size) if isinstance(size, list | tuple) else (size, size))
         self.within = within
@@ -368,7 +369,8 @@ class Blocks(DataPattern):
         rows, tables = self.data.shape[:2]
         if rows not in (1, batch) or tables not in (1, kv_heads, heads):
             counts = " or ".join(map(str, sorted({1, kv_heads, heads})))
-            raise InvalidInput(f"table of Blocks must have [1 or {batch}, {counts}] tables, got {[rows, tables]}")
+            allowed = f"[1 or {batch}, {counts}, ..], by batch and heads"
+            raise InvalidInput(f"table of Blocks must have shape {allowed}, got {list(self.data.shape)}")
 
     def block_counts(self, k_len: int) -> Tensor:
         """How often each block of queries sees each block of keys: int32 [rows, tables, q blocks, k blocks]."""

@@ -68,6 +68,15 @@ def test_hilbert_order_throughout_gives_what_rows_give(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_cubes_of_a_video_keep_more_than_rows(tmp_path: Path) -> None:
+    text = printed(tmp_path, "video_blocks", "--grid", "8", "8", "16", "--window=7")
+    for about in (r"neighbourhoods: ([\d.]+)%", r"top_k: keeps ([\d.]+)%"):
+        natural, cubes, hilbert = numbers(rf"^\w+ +{about}", text)
+        assert min(cubes, hilbert) > natural
+    assert max(numbers(r"differs from float64 by ([\d.e+-]+) at most$", text)) < 1e-4
+
+
+@pytest.mark.full
 def test_padding_does_not_change_a_slides_features(tmp_path: Path) -> None:
     text = printed(tmp_path, "slide_features", "--tiles=90", "--layers=1")
     exact = numbers(r"^exact pattern .*changes ([\d.e+-]+) of", text)

@@ -7,8 +7,28 @@ import pytest
 import attn_dispatch
 
 PUBLIC = [
-    *("AttnDispatchError", "BackendFailed", "Dense", "Dilated", "Explanation", "GroupMismatch", "InvalidInput"),
-    *("Neighborhood", "NoBackend", "NotDecided", "Problem", "RankLost", "Reordered", "Sharded", "Window", "attend"),
+    *(
+        "AttnDispatchError",
+        "BackendFailed",
+        "Blocks",
+        "Dense",
+        "Dilated",
+        "Explanation",
+        "GroupMismatch",
+        "InvalidInput",
+    ),
+    *(
+        "Neighborhood",
+        "NoBackend",
+        "NotDecided",
+        "Problem",
+        "Ranges",
+        "RankLost",
+        "Reordered",
+        "Sharded",
+        "Window",
+        "attend",
+    ),
     *("counters", "explain", "from_order", "hardware", "positions", "profile", "record", "register"),
     *("replacing_sdpa", "shard", "shard_positions", "to_order", "unshard", "weights_of"),
 ]

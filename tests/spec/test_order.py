@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, from_order, positions, to_order
+from attn_dispatch import Blocks, attend, from_order, positions, to_order
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.learning.features import bucket, features
 from attn_dispatch.spec.groups import title
@@ -178,9 +178,16 @@ def test_title_and_dict() -> None:
         (lambda: Reordered(GRID, None), "order must be one of"),  # type: ignore[arg-type]
         (
             lambda: Reordered(Reordered(GRID, "hilbert"), "hilbert"),
-            "pattern must be a pattern in natural order, got Reo",
+            "pattern must be a pattern without tensors, in natural order, got Reo",
         ),
-        (lambda: Reordered("hilbert", GRID), "pattern must be a pattern in natural order, got 'hilbert'"),  # type: ignore[arg-type]
+        (
+            lambda: Reordered(Blocks(torch.ones(1, 1, 2, 2) > 0, 8), "hilbert"),
+            "pattern must be a pattern without tensors",
+        ),
+        (
+            lambda: Reordered("hilbert", GRID),
+            "pattern must be a pattern without tensors, in natural order, got 'hilbert'",
+        ),  # type: ignore[arg-type]
         (lambda: Reordered(GRID, "hilbert").check(15, 15), "grid (4, 4) holds 16 tokens, but the sequence has 15"),
         (lambda: Reordered(Dense(), "hilbert").check(4, 5), "Reordered needs q_len == k_len, got 4 and 5"),
     ],
@@ -257,8 +264,11 @@ def test_a_whole_model_in_another_order(order: str) -> None:
         (([1, 2], "hilbert", GRID), "x must be a torch.Tensor, got list"),
         ((torch.zeros(1, 16), "spiral", GRID), "order must be one of 'natural', 'hilbert', 'residue', got 'spiral'"),
         ((torch.zeros(1, 16), None, GRID), "order must be one of"),
-        ((torch.zeros(1, 16), "hilbert", "grid"), "pattern must be a pattern in natural order, got 'grid'"),
-        ((torch.zeros(1, 16), "hilbert", Reordered(GRID, "hilbert")), "pattern must be a pattern in natural order"),
+        (
+            (torch.zeros(1, 16), "hilbert", "grid"),
+            "pattern must be a pattern without tensors, in natural order, got 'grid'",
+        ),
+        ((torch.zeros(1, 16), "hilbert", Reordered(GRID, "hilbert")), "pattern must be a pattern without tensors, in"),
         ((torch.zeros(1, 15), "hilbert", GRID), "grid (4, 4) holds 16 tokens, but the sequence has 15"),
         ((torch.zeros(1, 16), "hilbert", GRID, 2), "dim must be an axis of x, which has 2, got 2"),
         ((torch.zeros(1, 16), "hilbert", GRID, "n"), "dim must be an axis of x, which has 2, got 'n'"),

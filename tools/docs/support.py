@@ -12,6 +12,7 @@ import torch
 from attn_dispatch import Dense, Dilated, Neighborhood, Problem, Window
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import refuse_score_terms
+from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.shapes import problem_of
 from tools.lib.tables import Table
@@ -30,6 +31,8 @@ PATTERNS = {
     "sinks": Window(31, 0, sinks=4),
     "dilated": Dilated((64, 128), (1, 2), is_causal=True),
     "neighborhood": Neighborhood((16, 16), (5, 5)),
+    "ranges": RangesForm(1, by_row=False),
+    "blocks": BlocksForm((64, 64), "all", by_row=False, is_list=False, within=Dense()),
 }
 
 
@@ -89,5 +92,7 @@ def _takes(name: str, problem: Problem) -> bool:
         mock.patch("attn_dispatch.kernels.branches.backend._load_fault", return_value=""),
     ):
         backend = registry.load(name)
+        if isinstance(problem.pattern, Form) and not backend.takes_data:
+            return False
         codes = {refusal.code for refusal in (*refuse_score_terms(backend, problem), *backend.refusals(problem))}
     return not codes - ABSENT
