@@ -6,7 +6,7 @@ of these lanes; the few keys between, at the edges of intervals, are listed one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native.run import (
     ForwardArguments,
     NativePasses,
     WorkUnits,
     arguments_in_units,
+    forward_with,
     packs_heads,
     units_of,
 )
@@ -88,6 +90,22 @@ def _arguments(pattern: DataPattern, problem: Problem, row: int, threads: int) -
     return arguments_in_units(problem, tables, units, threads)
 
 
+def specialized(problem: Problem, data: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Result] | None:
+    """A forward pass of q, k and v like these, as `run.specialized`; None where there is none, and for tables by row."""
+    threads = torch.get_num_threads()
+    like = tuple((type(x), x.stride(), x.is_neg()) for x in (q, k, v))
+
+    def made() -> Callable[..., Result] | None:
+        _, rows = _once(problem, data, threads)
+        return forward_with(rows[0], problem, q, k, v) if len(rows) == 1 else None
+
+    return derived(data, ("native call", problem, threads, like), made)
+
+
+def _once(problem: Problem, data: Tensor, threads: int) -> Prepared:
+    return derived(data, ("native", problem, threads), lambda: make_plain(_prepared, problem, data, threads))
+
+
 def passes_of(
     problem: Problem,
     data: Tensor,
@@ -97,8 +115,7 @@ def passes_of(
     slopes: Tensor | None,
 ) -> Passes:
     """The passes of a problem, with tables for each row of the batch where the pattern has tensors by row."""
-    threads = torch.get_num_threads()
-    inner, rows = derived(data, ("native", problem, threads), lambda: make_plain(_prepared, problem, data, threads))
+    inner, rows = _once(problem, data, torch.get_num_threads())
     if len(rows) == 1:
         return NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0])
     found = list[NativePasses]()
