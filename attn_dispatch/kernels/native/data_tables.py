@@ -182,9 +182,9 @@ def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> Nativ
         changed = torch.ones(len(at), dtype=torch.bool)
         changed[1:] = kind[1:] != kind[:-1]
         start = changed.nonzero()[:, 0]
-        sizes = torch.diff(start, append=torch.tensor([len(at)]))
+        lengths = torch.diff(start, append=torch.tensor([len(at)]))
         sides = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
-        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), sizes, *sides], dim=1)])
+        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), lengths, *sides], dim=1)])
         tile, lanes = torch.cat([tile, at[start]]), torch.cat([lanes, torch.full_like(start, -1)])
         order = tile.argsort(stable=True)
         table, tile, lanes = table[order], tile[order], lanes[order]
