@@ -34,6 +34,7 @@ from attn_dispatch.spec.tracing import make_plain
 
 LONG = 24  #: keys in a row from which a run of their own is faster than a list
 FEW = 16  #: queries of a tile up to which the kernel takes no listed keys, FEW in attention/vectors.h
+COSTS = {TILE: 1.0, TILE // 2: 1.25, TILE // 4: 1.5}  #: of a query and key, by queries of a tile: a vector at least
 AT_ONCE = 2**25  #: entries of a temporary table
 
 #: Runs by columns: the tile among those of all tables, first key, number of keys, bounds, lanes.
@@ -47,6 +48,7 @@ class Sizes(NamedTuple):
     k_len: int
     heads: int
     packed_heads: int
+    tile: int = TILE  #: queries
 
 
 def _tables(pattern: DataPattern, row: int, sizes: Sizes) -> NativeTables:
@@ -57,6 +59,8 @@ def _tables(pattern: DataPattern, row: int, sizes: Sizes) -> NativeTables:
         bands = pattern.within.bands(sizes.q_len, sizes.k_len, ())
         assert bands is not None  # see `refused_within`
         counts = pattern.block_counts(sizes.k_len)[row]
+        if sizes.packed_heads == 1:
+            sizes = sizes._replace(tile=_tile_of(counts, pattern.size[0], sizes.q_len))
         runs, listed = _of_blocks(counts, pattern.size, sizes, bands), None
         tables = min(len(counts), sizes.heads // sizes.packed_heads)
     return _joined(runs, listed, tables, sizes)
@@ -151,6 +155,7 @@ def table_bytes(problem: Problem) -> int:
     tiles = -(-problem.q_len // TILE)
     form = problem.pattern
     if isinstance(form, BlocksForm):
+        tiles = tiles if form.size[0] % TILE == 0 else -(-problem.q_len // min(COSTS))
         tables = problem.heads if form.heads == "heads" else problem.kv_heads if form.heads == "kv_heads" else 1
         per_row = 24 * 8 * tables * tiles * -(-problem.k_len // form.size[1])
     else:
@@ -189,12 +194,12 @@ def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> Nativ
         order = tile.argsort(stable=True)
         table, tile, lanes = table[order], tile[order], lanes[order]
     q_len, heads, packed_heads = sizes.q_len, sizes.heads, sizes.packed_heads
-    each = -(-q_len // TILE)
-    if 1 < packed_heads < TILE / q_len:
-        lanes = lanes | -1 << q_len * packed_heads  # those that no query has: the kernel asks whether all see a run
+    each = -(-q_len // sizes.tile)
+    used = q_len * packed_heads if packed_heads > 1 else sizes.tile
+    lanes = lanes | -1 << used if used < TILE else lanes  # those that no query has: the kernel asks whether all see a run
     number = torch.bincount(tile, minlength=tables * each)
-    query = torch.arange(0, q_len, TILE).repeat(tables)
-    of_tile = [query, torch.ones_like(query), (q_len - query).clamp(max=TILE), number.cumsum(0) - number, number]
+    query = torch.arange(0, q_len, sizes.tile).repeat(tables)
+    of_tile = [query, torch.ones_like(query), (q_len - query).clamp(max=sizes.tile), number.cumsum(0) - number, number]
     first_tile = torch.arange(tables + 1) * each
     head_class = torch.arange(heads) * tables // heads
     mask = None if bool((lanes == -1).all()) else lanes
@@ -256,11 +261,23 @@ def _stretches(begins: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tile[seen] + start, key[seen], count[tile, at][seen], lanes[seen]
 
 
+def _tile_of(counts: Tensor, qb: int, q_len: int) -> int:
+    """The fastest number of queries in a tile, which reads what any of them sees."""
+    upto = torch.nn.functional.pad((counts > 0).int().cumsum(1), (0, 0, 1, 0))
+
+    def cost(tile: int) -> float:
+        first = torch.arange(0, q_len, tile)
+        last = (first + tile - 1).clamp(max=q_len - 1)
+        return COSTS[tile] * float((upto[:, last // qb + 1] > upto[:, first // qb]).float().mean())
+
+    return min(COSTS, key=cost)
+
+
 def _of_blocks(counts: Tensor, size: tuple[int, int], sizes: Sizes, bands: Sequence[Band]) -> Runs:
     """Runs of blocks that are seen `counts` [tables, q blocks, k blocks] times, each cut by these bands."""
-    (qb, kb), (q_len, k_len, heads, packed_heads) = size, sizes
-    each = -(-q_len // TILE)
-    query = torch.arange(each * TILE).clamp(max=q_len - 1).view(each, TILE)
+    (qb, kb), (q_len, k_len, heads, packed_heads, size_of_tile) = size, sizes
+    each = -(-q_len // size_of_tile)
+    query = torch.arange(each * size_of_tile).clamp(max=q_len - 1).view(each, size_of_tile)
     block, found = query // qb, list[tuple[Tensor, ...]]()
     for times in range(1, int(counts.max()) + 1 if counts.numel() else 1):
         seen = counts >= times
