@@ -263,7 +263,7 @@ def _function(problem: Problem, positions: Tensor | None, flash_block: int = 0) 
                 seen = seen & (i < seq_lens[b]) & (j < seq_lens[b])
             if bias is not None:
                 row, head = (index * (size > 1) for index, size in zip((b, h), problem.bias))
-                seen = seen & (bias[row, head, i, j] > -math.inf)
+                seen = seen & (bias[row, head, i, j] != -math.inf)
             return seen if key_mask is None else seen & key_mask[b, j]
 
         score = score_function(problem, repeated, None if as_stored else positions, positions, bias, slopes)
