@@ -85,7 +85,9 @@ def workspace_bytes(problem: Problem) -> int:
     if isinstance(problem.pattern, Form):
         total = passes.scratch_bytes(problem) + data_tables.table_bytes(problem)
     else:
-        total = passes.scratch_bytes(problem) + max(tables.native_table_bytes(problem, each) for each in orders(problem))
+        total = passes.scratch_bytes(problem) + max(
+            tables.native_table_bytes(problem, each) for each in orders(problem)
+        )
     q, k = problem.batch * problem.heads * problem.q_len, problem.batch * problem.kv_heads * problem.k_len
     total += 4 * q * (3 if grads else 1) + problem.batch * (problem.k_len * problem.has_key_mask + 8)
     # Rows with a last stride over 1 are copied; so may be out's gradient.

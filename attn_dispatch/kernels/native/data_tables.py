@@ -95,7 +95,7 @@ def _arguments(pattern: DataPattern, problem: Problem, row: int, threads: int) -
 
 
 def specialized(problem: Problem, data: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Result] | None:
-    """A forward pass of q, k and v like these, as `run.specialized`; None where there is none, and for tables by row."""
+    """A forward pass of q, k and v like these, as `run.specialized` makes; None for tables by row too."""
     threads = torch.get_num_threads()
     like = tuple((type(x), x.stride(), x.is_neg()) for x in (q, k, v))
 
@@ -124,10 +124,10 @@ def passes_of(
         return NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0])
     found = list[NativePasses]()
     for row, made in enumerate(rows):
-        own = slice(row, row + 1)
-        masks = (None if x is None else x[own] for x in (seen, seq_lens))
-        terms = (bias if bias is None or len(bias) == 1 else bias[own]), (slopes if slopes is None or slopes.ndim == 1 else slopes[own])
-        found.append(NativePasses(inner, made.tables, *masks, *terms, made=made))
+        masks = (None if x is None else x[row : row + 1] for x in (seen, seq_lens))
+        own = bias if bias is None or len(bias) == 1 else bias[row : row + 1]
+        steep = slopes if slopes is None or slopes.ndim == 1 else slopes[row : row + 1]
+        found.append(NativePasses(inner, made.tables, *masks, own, steep, made=made))
     return _ByRow(tuple(found), problem.bias[:1] == (1,))
 
 
@@ -196,7 +196,8 @@ def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> Nativ
     q_len, heads, packed_heads = sizes.q_len, sizes.heads, sizes.packed_heads
     each = -(-q_len // sizes.tile)
     used = q_len * packed_heads if packed_heads > 1 else sizes.tile
-    lanes = lanes | -1 << used if used < TILE else lanes  # those that no query has: the kernel asks whether all see a run
+    # Lanes that no query has are set: the kernel asks whether all see a run.
+    lanes = lanes | -1 << used if used < TILE else lanes
     number = torch.bincount(tile, minlength=tables * each)
     query = torch.arange(0, q_len, sizes.tile).repeat(tables)
     of_tile = [query, torch.ones_like(query), (q_len - query).clamp(max=sizes.tile), number.cumsum(0) - number, number]
