@@ -104,6 +104,10 @@ def workspace_bytes(problem: Problem) -> int:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor) -> Result:
     if isinstance(problem.pattern, Form):
+        if len(tensors) == 1 and not problem.needs_grad:
+            found = data_tables.specialized(problem, tensors["pattern_data"], q, k, v)
+            if found is not None:
+                return found(q, k, v, problem)
         return _run(q, k, v, problem, (), tensors)
     return _run(q, k, v, problem, (native_tables(problem, order),), tensors)
 

@@ -1,5 +1,5 @@
-"""The output of `inspect --thresholds`: lengths above which a token order is faster, densities below which skipping what
-a mask made of data hides is, and the measured gains.
+"""The output of `inspect --thresholds`: lengths above which a token order is faster, densities below which backends
+that skip what a mask made of data hides are, and the measured gains.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def density_text(threshold: Threshold | None) -> str:
     """`below 23 % (18 % - 25 %)`."""
     if threshold is None:
         return f"needs more densities: {MIN_LENGTHS} at least"
-    at, low, high = (None if n is None else f"{100 * PER_DENSITY / n:.2g} %" for n in (threshold.tokens, threshold.low, threshold.high))
+    ends = threshold.tokens, threshold.low, threshold.high
+    at, low, high = (None if n is None else f"{100 * PER_DENSITY / n:.2g} %" for n in ends)
     if at is None:
         return f"never (down to {low} measured)"
     return f"up to {at}, the densest measured" if low is None else f"below {at} ({high} - {low})"
@@ -128,8 +129,8 @@ def _name(series: SpeedupSeries) -> list[str]:
 
 def to_dicts(decisions: Sequence[Decision]) -> dict[str, list[dict[str, Any]]]:
     """Plain values for JSON; lengths in tokens."""
-    orders, densities = (paired(series(decisions)) for series in (all_series, density_series))
-    return {"thresholds": [_to_dict(*pair) for pair in orders], "densities": [_density_dict(*pair) for pair in densities]}
+    densities = [_density_dict(*pair) for pair in paired(density_series(decisions))]
+    return {"thresholds": [_to_dict(*pair) for pair in paired(all_series(decisions))], "densities": densities}
 
 
 def _to_dict(series: SpeedupSeries, threshold: Threshold | None) -> dict[str, Any]:

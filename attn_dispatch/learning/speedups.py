@@ -66,10 +66,11 @@ def family_title(family: Mapping[str, Any]) -> str:
     """The family as readable text: `Neighborhood(window=13,13 causal)`."""
     words = []
     for name, value in family.items():
+        value = family_title(value) if isinstance(value, Mapping) else value
         values = value if isinstance(value, list | tuple) else [value]
         usual = name in ("kind", "is_causal") or (name, value) in USUAL.items() or {name, *values} == {"dilation", 1}
-        title = family_title(value) if isinstance(value, Mapping) else ",".join("open" if x is None else str(x) for x in values)
-        words += [] if usual else [f"{name}={title}"]
+        usual = usual or value is False
+        words += [] if usual else [f"{name}={','.join('open' if each is None else str(each) for each in values)}"]
     causal = family.get("is_causal", False)
     axes = causal if isinstance(causal, list | tuple) else [causal]
     if any(axes):
@@ -103,7 +104,8 @@ def density_series(decisions: Iterable[Decision]) -> list[SpeedupSeries]:
         pattern = decision.problem.get("pattern")
         density = pattern.get("density") if isinstance(pattern, Mapping) else None
         rows = sorted(filter(is_timed, decision.candidates), key=_by_time)
-        whole, skipping = (next((x for x in rows if (x.backend in MASKING) == is_whole), None) for is_whole in (True, False))
+        whole = next((row for row in rows if row.backend in MASKING), None)
+        skipping = next((row for row in rows if row.backend not in MASKING), None)
         if type(density) is not int or whole is None or skipping is None:
             continue
         shape = {**decision.problem, "pattern": family_of(decision.problem)}

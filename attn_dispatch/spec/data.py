@@ -106,11 +106,14 @@ class DataPattern(Pattern):
     def _density(self, k_len: int | None) -> int | None:
         from attn_dispatch.spec.tracing import graphed, is_transformed
 
-        if k_len is None or self.data.is_meta or graphed(self.data) or is_transformed():
+        if k_len is None:
             return None
-        if k_len not in self._densities:
-            share = min(1.0, float(self._seen_share(k_len)))
-            self._densities[k_len] = max(SPARSEST, round(2 * math.log2(share))) if share > 0 else SPARSEST
+        if (known := self._densities.get(k_len)) is not None:
+            return known
+        if self.data.is_meta or graphed(self.data) or is_transformed():
+            return None
+        share = min(1.0, float(self._seen_share(k_len)))
+        self._densities[k_len] = max(SPARSEST, round(2 * math.log2(share))) if share > 0 else SPARSEST
         return self._densities[k_len]
 
 

@@ -13,10 +13,12 @@ import pytest
 from attn_dispatch import profiling
 from attn_dispatch.cli import main
 from attn_dispatch.cli.plots import curve
+from attn_dispatch.cli.commands.profile import DENSITIES
 from attn_dispatch.cli.thresholds import threshold_text
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.thresholds import Threshold
 from attn_dispatch.machine.hardware import silicon
+from attn_dispatch.spec.data import BlocksForm
 from attn_dispatch.spec.pattern import Neighborhood
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision
@@ -200,9 +202,58 @@ def test_profile_prints_json_for_default_lengths(profiled: list[Problem], capsys
     assert len(printed["decisions"]) == 7
 
 
+def test_profile_measures_densities(profiled: list[Problem], capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--shape", "1,64,2,16", "--causal", "both", "--device", "cpu")
+    output(capsys, "profile", "--thresholds", "--blocks", "16,8", *more)
+    forms = [each.pattern for each in profiled]
+    assert len(set(forms)) == len(forms) == 2 * len(DENSITIES)
+    assert all(isinstance(form, BlocksForm) and form.size == (16, 8) and form.density in DENSITIES for form in forms)
+
+
+def at_density(density: int, times: dict[tuple[str, str], float], **more: Any) -> Decision:
+    within = {"kind": "Dense", "is_causal": True}
+    pattern = {"kind": "BlocksForm", "size": [64, 64], "heads": "all", "by_row": False, "is_list": False}
+    return measured(1024, times, pattern={**pattern, "within": within, "density": density}, **more)
+
+
+MASKED = ("sdpa_mask", "natural")
+
+
+def test_densities_below_which_skipping_pays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one dtype below 20 %; of another one never; of a third there is one density."""
+    halves = (0, -2, -4, -6, -10)
+    store_all(folder, *(at_density(n, {NATURAL: 5 * 2 ** (n / 2), MASKED: 1.0}) for n in halves))
+    store_all(folder, *(at_density(n, {NATURAL: 2.0, MASKED: 1.0}, dtype="bfloat16") for n in halves))
+    store_all(folder, at_density(0, {NATURAL: 2.0, MASKED: 1.0}, dtype="float16"))
+    store_all(folder, at_density(-3, {NATURAL: 2.0}, dtype="float64"))  # nothing to compare with
+    found = json.loads(output(capsys, "inspect", "--thresholds", "--json"))["densities"]
+    assert [(each["dtype"], each["verdict"]) for each in found] == [
+        ("bfloat16", "never"),
+        ("float16", "unknown"),
+        ("float32", "below"),
+    ]
+    below = found[-1]
+    assert below["low"] == 0.125
+    assert below["density"] == pytest.approx(0.2, rel=0.1)
+    assert below["high"] == 0.25
+    assert [each["density"] for each in below["points"]] == [1.0, 0.5, 0.25, 0.125, 0.03125]
+    rows = [line for line in output(capsys, "inspect", "--thresholds").splitlines() if line.startswith("BlocksForm")]
+    assert [re.split(r"\s{3,}", row)[-1] for row in rows] == [
+        "never (down to 3.1 % measured)",
+        "needs more densities: 2 at least",
+        density_text_of(below["density"]),
+    ]
+
+
+def density_text_of(density: float) -> str:
+    return f"below {100 * density:.2g} % (12 % - 25 %)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
+        (("--blocks", "8,8,8", "--shape", "1,64,2,16"), "one or two numbers"),
+        (("--blocks", "8", "--grid", "8,8", "--window", "3"), "no --from, --segments or --grid"),
         ((), "--grid H,W with --window, or --segments"),
         (("--lengths", "1k:4k", "--window", "9"), "--grid H,W with --window, or --segments"),
         (("--grid", "8,8", "--window", "3", "--lengths", "1k"), "at least 2 lengths"),

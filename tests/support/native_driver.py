@@ -40,7 +40,8 @@ class Program:
 
         def args(self: run.NativePasses, made: library.Args, *first: Tensor, **views: Tensor) -> library.Args:
             own = self.made or run.forward_arguments(self.problem, made.threads)
-            tables = [getattr(each, name) for each in (self.tables, own.tables) for name in NativeTables.__dataclass_fields__]
+            both = self.tables, own.tables
+            tables = [getattr(each, name) for each in both for name in NativeTables.__dataclass_fields__]
             every = [*first, *views.values(), *tables, self.seen, self.seq_lens, self.bias, self.slopes]
             found.tensors = [tensor for tensor in every if tensor is not None]
             found.states = own.states * run.state_floats(self.problem)

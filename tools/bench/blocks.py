@@ -55,7 +55,7 @@ def table_of(tokens: int, size: int, density: float) -> Tensor:
 def block_mask(table: Tensor, size: int) -> BlockMask:
     """The same for FlexAttention: all blocks are full ones."""
     number = table.sum(-1, dtype=torch.int32)
-    order = (~table).int().argsort(-1, stable=True).int()
+    order = (~table).int().argsort(dim=-1, stable=True).int()
     none = torch.zeros_like(number), torch.zeros_like(order)
     tokens = table.shape[-1] * size
     return BlockMask.from_kv_blocks(*none, number, order, BLOCK_SIZE=size, seq_lengths=(tokens, tokens))
@@ -123,9 +123,9 @@ def tables(found: Any) -> Iterator[Table]:
         ("pattern", "seen", "dtype", "`native`", "over limit", "dense", "`F.sdpa` + mask", "FlexAttention", "memory"),
         rows,
         f"{found['rows'][0]['tokens']:,} tokens, {HEADS} heads of {HEAD_DIM}; random blocks and the diagonal ones. "
-        "The limit: that share of the time of `native` on all pairs, for spans all of the causal time. Dense and later: "
-        f"their time / that of `native`. 95 % intervals. Memory: beside {megabytes(found['rows'][0]['tensor_bytes'])} "
-        "of q, k, v and out in float32, results included.",
+        "The limit: that share of the time of `native` on all pairs, for spans the causal time. Dense and later: "
+        "times as multiples of that of `native`. 95 % intervals. Memory: at most, results included, beside q, k and v "
+        f"of {megabytes(found['rows'][0]['tensor_bytes'] * 3 / 4)} in float32.",
     )
 
 

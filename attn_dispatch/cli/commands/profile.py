@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import settings
@@ -59,7 +60,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     lengths = f"measures at --lengths, by default {DEFAULT_LENGTHS}, shortest first"
     above = "find the length above which another token order is faster"
     add("--thresholds", action="store_true", help=f"{above}: {lengths}")
-    blocks = "with --thresholds: of masks that name blocks of so many queries and keys, the density below which skipping pays"
+    named = "masks that name blocks of so many queries and keys"
+    blocks = (
+        f"with --thresholds, in place of lengths: find the density below which skipping what is hidden pays, of {named}"
+    )
     add("--blocks", metavar="Q,K", type=options.counts, help=blocks)
     budget = "for all problems together; by default 10 s per problem"
     add("--budget", metavar="SECONDS", type=options.positive, help=budget)
@@ -193,9 +197,10 @@ def _at_densities(args: argparse.Namespace) -> list[Problem]:
         raise InvalidInput(f"--blocks {','.join(map(str, args.blocks))}: {wrong}")
     from attn_dispatch.spec.data import BlocksForm
 
-    size, found = (args.blocks[0], args.blocks[-1]), options.problems_of(args)
-    forms = ((each, BlocksForm(size, "all", False, False, each.pattern, density)) for each in found for density in DENSITIES)
-    return [replace(each, pattern=form, given=form) for each, form in forms]
+    size, every = (args.blocks[0], args.blocks[-1]), options.problems_of(args)
+    tables = (partial(BlocksForm, size, "all", False, False, each.pattern) for each in every)
+    forms = [[table(density) for density in DENSITIES] for table in tables]
+    return [replace(each, pattern=form, given=form) for each, own in zip(every, forms) for form in own]
 
 
 def _recorded(args: argparse.Namespace) -> list[Problem]:

@@ -298,7 +298,7 @@ def _function(
                 seen = seen & (i < seq_lens[b]) & (j < seq_lens[b])
             if bias is not None:
                 row, head = (index * (size > 1) for index, size in zip((b, h), problem.bias))
-                seen = seen & (bias[row, head, i, j] > -math.inf)
+                seen = seen & (bias[row, head, i, j] != -math.inf)
             return seen if key_mask is None else seen & key_mask[b, j]
 
         score = score_function(problem, count if adds else None, None if as_stored else positions, bias, slopes)

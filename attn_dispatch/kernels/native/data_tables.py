@@ -6,7 +6,7 @@ of these lanes; the few keys between, at the edges of intervals, are listed one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native.run import (
     ForwardArguments,
     NativePasses,
     WorkUnits,
     arguments_in_units,
+    forward_with,
     packs_heads,
     units_of,
 )
@@ -32,6 +34,7 @@ from attn_dispatch.spec.tracing import make_plain
 
 LONG = 24  #: keys in a row from which a run of their own is faster than a list
 FEW = 16  #: queries of a tile up to which the kernel takes no listed keys, FEW in attention/vectors.h
+COSTS = {TILE: 1.0, TILE // 2: 1.25, TILE // 4: 1.5}  #: of a query and key, by queries of a tile: a vector at least
 AT_ONCE = 2**25  #: entries of a temporary table
 
 #: Runs by columns: the tile among those of all tables, first key, number of keys, bounds, lanes.
@@ -45,6 +48,7 @@ class Sizes(NamedTuple):
     k_len: int
     heads: int
     packed_heads: int
+    tile: int = TILE  #: queries
 
 
 def _tables(pattern: DataPattern, row: int, sizes: Sizes) -> NativeTables:
@@ -54,6 +58,8 @@ def _tables(pattern: DataPattern, row: int, sizes: Sizes) -> NativeTables:
     bands = pattern.within.bands(sizes.q_len, sizes.k_len, ())
     assert bands is not None  # see `refused_within`
     counts = pattern.block_counts(sizes.k_len)[row]
+    if sizes.packed_heads == 1:
+        sizes = sizes._replace(tile=_tile_of(counts, pattern.size[0], sizes.q_len))
     tables = min(len(counts), sizes.heads // sizes.packed_heads)
     return _joined(_of_blocks(counts, pattern.size, sizes, bands), None, tables, sizes)
 
@@ -99,6 +105,22 @@ def _arguments(pattern: DataPattern, problem: Problem, row: int, threads: int) -
     return arguments_in_units(problem, tables, units, threads)
 
 
+def specialized(problem: Problem, data: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Result] | None:
+    """A forward pass of q, k and v like these, as `run.specialized` makes; None for tables by row too."""
+    threads = torch.get_num_threads()
+    like = tuple((type(x), x.stride(), x.is_neg()) for x in (q, k, v))
+
+    def made() -> Callable[..., Result] | None:
+        _, rows = _once(problem, data, threads)
+        return forward_with(rows[0], problem, q, k, v) if len(rows) == 1 else None
+
+    return derived(data, ("native call", problem, threads, like), made)
+
+
+def _once(problem: Problem, data: Tensor, threads: int) -> Prepared:
+    return derived(data, ("native", problem, threads), lambda: make_plain(_prepared, problem, data, threads))
+
+
 def passes_of(
     problem: Problem,
     data: Tensor,
@@ -108,19 +130,15 @@ def passes_of(
     slopes: Tensor | None,
 ) -> Passes:
     """The passes of a problem, with tables for each row of the batch where the pattern has tensors by row."""
-    threads = torch.get_num_threads()
-    inner, rows = derived(data, ("native", problem, threads), lambda: make_plain(_prepared, problem, data, threads))
+    inner, rows = _once(problem, data, torch.get_num_threads())
     if len(rows) == 1:
         return NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0])
     found = list[NativePasses]()
     for row, made in enumerate(rows):
-        own = slice(row, row + 1)
-        masks = (None if x is None else x[own] for x in (seen, seq_lens))
-        terms = (
-            bias if bias is None or len(bias) == 1 else bias[own],
-            slopes if slopes is None or slopes.ndim == 1 else slopes[own],
-        )
-        found.append(NativePasses(inner, made.tables, *masks, *terms, made=made))
+        masks = (None if x is None else x[row : row + 1] for x in (seen, seq_lens))
+        own = bias if bias is None or len(bias) == 1 else bias[row : row + 1]
+        steep = slopes if slopes is None or slopes.ndim == 1 else slopes[row : row + 1]
+        found.append(NativePasses(inner, made.tables, *masks, own, steep, made=made))
     return ByRow(tuple(found), problem.bias[:1] == (1,))
 
 
@@ -148,6 +166,7 @@ def table_bytes(problem: Problem) -> int:
     tiles = -(-problem.q_len // TILE)
     form = problem.pattern
     if isinstance(form, BlocksForm):
+        tiles = tiles if form.size[0] % TILE == 0 else -(-problem.q_len // min(COSTS))
         tables = problem.heads if form.heads == "heads" else problem.kv_heads if form.heads == "kv_heads" else 1
         per_row = 24 * 8 * tables * tiles * -(-problem.k_len // form.size[1])
     else:
@@ -179,19 +198,20 @@ def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> Nativ
         changed = torch.ones(len(at), dtype=torch.bool)
         changed[1:] = kind[1:] != kind[:-1]
         start = changed.nonzero()[:, 0]
-        counted = torch.diff(start, append=torch.tensor([len(at)]))
+        lengths = torch.diff(start, append=torch.tensor([len(at)]))
         sides = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
-        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), counted, *sides], dim=1)])
+        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), lengths, *sides], dim=1)])
         tile, lanes = torch.cat([tile, at[start]]), torch.cat([lanes, torch.full_like(start, -1)])
         order = tile.argsort(stable=True)
         table, tile, lanes = table[order], tile[order], lanes[order]
     q_len, heads, packed_heads = sizes.q_len, sizes.heads, sizes.packed_heads
-    each = -(-q_len // TILE)
-    if 1 < packed_heads < TILE / q_len:
-        lanes = lanes | -1 << q_len * packed_heads  # those that no query has: the kernel asks whether all see a run
+    each = -(-q_len // sizes.tile)
+    used = q_len * packed_heads if packed_heads > 1 else sizes.tile
+    # Lanes that no query has are set: the kernel asks whether all see a run.
+    lanes = lanes | -1 << used if used < TILE else lanes
     number = torch.bincount(tile, minlength=tables * each)
-    query = torch.arange(0, q_len, TILE).repeat(tables)
-    of_tile = [query, torch.ones_like(query), (q_len - query).clamp(max=TILE), number.cumsum(0) - number, number]
+    query = torch.arange(0, q_len, sizes.tile).repeat(tables)
+    of_tile = [query, torch.ones_like(query), (q_len - query).clamp(max=sizes.tile), number.cumsum(0) - number, number]
     first_tile = torch.arange(tables + 1) * each
     head_class = torch.arange(heads) * tables // heads
     mask = None if bool((lanes == -1).all()) else lanes
@@ -253,11 +273,23 @@ def _stretches(begins: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tile[seen] + start, key[seen], count[tile, at][seen], lanes[seen]
 
 
+def _tile_of(counts: Tensor, qb: int, q_len: int) -> int:
+    """The fastest number of queries in a tile, which reads what any of them sees."""
+    upto = torch.nn.functional.pad((counts > 0).int().cumsum(1), (0, 0, 1, 0))
+
+    def cost(tile: int) -> float:
+        first = torch.arange(0, q_len, tile)
+        last = (first + tile - 1).clamp(max=q_len - 1)
+        return COSTS[tile] * float((upto[:, last // qb + 1] > upto[:, first // qb]).float().mean())
+
+    return min(COSTS, key=cost)
+
+
 def _of_blocks(counts: Tensor, size: tuple[int, int], sizes: Sizes, bands: Sequence[Band]) -> Runs:
     """Runs of blocks that are seen `counts` [tables, q blocks, k blocks] times, each cut by these bands."""
-    (qb, kb), (q_len, k_len, heads, packed_heads) = size, sizes
-    each = -(-q_len // TILE)
-    query = torch.arange(each * TILE).clamp(max=q_len - 1).view(each, TILE)
+    (qb, kb), (q_len, k_len, heads, packed_heads, size_of_tile) = size, sizes
+    each = -(-q_len // size_of_tile)
+    query = torch.arange(each * size_of_tile).clamp(max=q_len - 1).view(each, size_of_tile)
     block, found = query // qb, list[tuple[Tensor, ...]]()
     for times in range(1, int(counts.max()) + 1 if counts.numel() else 1):
         seen = counts >= times

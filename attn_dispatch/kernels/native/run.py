@@ -151,11 +151,17 @@ def specialized(
     """A forward pass whose arguments are all known but for addresses; None where rows must be copied, where tables are
     large, which the function would hold, and for subclasses, of which new tensors would be (see `contract.Backend`).
     """
+    made = forward_arguments(problem, torch.get_num_threads())
+    return None if made.tables.nbytes > TABLE_BYTES else forward_with(made, problem, q, k, v, heads_first)
+
+
+def forward_with(
+    arguments: ForwardArguments, problem: Problem, q: Tensor, k: Tensor, v: Tensor, heads_first: bool = False
+) -> Callable[..., Result] | None:
+    """The same with these tables, of any size."""
     if any(x.stride(-1) != 1 or x.is_neg() or type(x) not in (Tensor, torch.nn.Parameter) for x in (q, k, v)):
         return None
-    fixed, tables, states = forward_arguments(problem, torch.get_num_threads())
-    if tables.nbytes > TABLE_BYTES:
-        return None
+    fixed, tables, states = arguments
     made = library.Args.from_buffer_copy(fixed)
     at_row, at_head = (2, 1) if heads_first else (1, 2)
     row, head = problem.heads * problem.head_dim, problem.head_dim
