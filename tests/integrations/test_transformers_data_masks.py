@@ -15,6 +15,7 @@ from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     LENGTH,
     PADDINGS,
+    SHARED,
     SIZES,
     WINDOWED,
     Case,
@@ -47,6 +48,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "PaliGemmaForConditionalGeneration",
         {**GEMMA, "text_config": {**SIZES, "model_type": "gemma"}, "projection_dim": 32, "hidden_size": 32},
     ),
+    "gemma4": (
+        "Gemma4",
+        "Gemma4ForConditionalGeneration",
+        {"text_config": {**SIZES, **SHARED, "use_bidirectional_attention": "vision"}, "image_token_id": IMAGE},
+    ),
     "hrm_text": ("HrmText", "HrmTextForCausalLM", {**SIZES, "num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 1}),
 }
 EXPERTS = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 16, "global_head_dim": 8}
@@ -70,6 +76,8 @@ def inputs_of(name: str, padding: str) -> dict[str, Any]:
     given = {"attention_mask": mask}
     if name == "hrm_text":
         return {"input_ids": ids, **given, "token_type_ids": marked(PREFIXES)}
+    if name == "gemma4":
+        return {"input_ids": ids, **given, "mm_token_type_ids": marked(IMAGES)}
     places = marked(IMAGES if name == "gemma3" else ([(7, 11)], [(0, 4)]))
     types = places if name == "gemma3" else (1 - marked(PREFIXES)) * (1 if mask is None else mask)  # padding has 0
     pixels = torch.randn(int(places.sum()) // 4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -95,7 +103,7 @@ def test_equals_sdpa(name: str, padding: str, asked: list[str]) -> None:
     assert of_data(asked) == [f"Ranges(first, last: [2, {runs}, 20] on cpu)"] * 2
 
 
-@pytest.mark.parametrize(("name", "side", "by"), [*product(["gemma3"], [0, 1], [-1, 1]), ("paligemma", 1, -1)])
+@pytest.mark.parametrize(("name", "side", "by"), [*product(["gemma3"], [0, 1], [-1, 1]), *product(["gemma4", "paligemma", "hrm_text"], [1], [-1])])
 def test_intervals_that_are_wrong_by_one_are_seen(
     name: str, side: int, by: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
