@@ -173,8 +173,14 @@ def _keys(
     if size[2] == 1:
         seen = dense(q_length=1, q_offset=q_offset)[:, 0, 0]
         return Keys(Dense(), size, seen if key_mask is None else key_mask & seen)
+    return _evaluated(dense, size, key_mask, q_offset)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _evaluated(dense: Any, size: Size, key_mask: Tensor | None, q_offset: Any) -> Keys:
+    """A mask of several queries by its values, between the graphs of torch.compile. Raises Unreadable."""
     if is_tracing(key_mask):
-        raise Unreadable("of several queries its values would be read, which a graph cannot")
+        raise Unreadable("its values would be read, which a graph cannot")
     found = evaluated(lambda at, n: dense(q_length=n, q_offset=q_offset + at)[:, 0], size[0], *size[2:])
     if isinstance(found, Ranges):
         return Keys(found, size, key_mask, is_checked=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_dispatch import Ranges
 from attn_dispatch.errors import InvalidInput
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     LENGTH,
     PADDINGS,
+    SHARED,
     SIZES,
     WINDOWED,
     Case,
@@ -34,35 +35,31 @@ pytestmark = pytest.mark.usefixtures("short_trials")
 IMAGE = 98  #: the id of a token that stands for a part of an image
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 VISION |= {"image_size": 8, "patch_size": 4, "vision_use_head": False, "model_type": "siglip_vision_model"}
-TEXT = {name: size for name, size in SIZES.items() if name != "pad_token_id"} | {"pad_token_id": 0}
 GEMMA = {"image_token_index": IMAGE, "vision_config": VISION}
-EXPERTS = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 16}
 #: Config, model, sizes.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         "Gemma3ForConditionalGeneration",
-        {**GEMMA, "text_config": {**TEXT, **WINDOWED, "query_pre_attn_scalar": 8}, "mm_tokens_per_image": 4},
+        {**GEMMA, "text_config": {**SIZES, **WINDOWED, "query_pre_attn_scalar": 8}, "mm_tokens_per_image": 4},
     ),
     "paligemma": (
         "PaliGemma",
         "PaliGemmaForConditionalGeneration",
-        {**GEMMA, "text_config": {**TEXT, "model_type": "gemma"}, "projection_dim": 32, "hidden_size": 32},
+        {**GEMMA, "text_config": {**SIZES, "model_type": "gemma"}, "projection_dim": 32, "hidden_size": 32},
     ),
-    "hrm_text": ("HrmText", "HrmTextForCausalLM", {**TEXT, "num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 1}),
-    "diffusion_gemma": (
-        "DiffusionGemma",
-        "DiffusionGemmaForBlockDiffusion",
-        {
-            "text_config": {**TEXT, **WINDOWED, **EXPERTS, "use_bidirectional_attention": "vision"},
-            "canvas_length": 6,
-        },
+    "gemma4": (
+        "Gemma4",
+        "Gemma4ForConditionalGeneration",
+        {"text_config": {**SIZES, **SHARED, "use_bidirectional_attention": "vision"}, "image_token_id": IMAGE},
     ),
+    "hrm_text": ("HrmText", "HrmTextForCausalLM", {**SIZES, "num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 1}),
 }
-#: What the layers of text ask for.
-SPANS, PREFIX = "Ranges(1 per query, by row", "Ranges(1 per query, by row"
+EXPERTS = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 16, "global_head_dim": 8}
+CANVAS = {**SIZES, **WINDOWED, **EXPERTS, "use_bidirectional_attention": "vision"}
 IMAGES = [(8, 12), (14, 18)], [(2, 6), (8, 12)]  #: first and end of each, by row: none is padding
-PREFIXES = 14, 9  #: tokens that see each other both ways, by row; padding on the left is among them
+PREFIXES = [(0, 14)], [(0, 9)]  #: tokens that see each other both ways
+NEW = 7  #: tokens, more than a window
 
 
 def marked(spans: Any) -> Tensor:
@@ -73,45 +70,187 @@ def marked(spans: Any) -> Tensor:
     return found
 
 
-def images(n: int) -> Tensor:
-    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(2))
-
-
 def inputs_of(name: str, padding: str) -> dict[str, Any]:
     """Ids, padding, which tokens see both ways, and the images."""
     ids, mask = tokens(), padded(padding)
-    given: dict[str, Any] = {"attention_mask": mask}
-    if name == "gemma3":
-        types = marked(IMAGES)
-        given |= {"token_type_ids": types, "pixel_values": images(4)}
-        ids = ids.masked_fill(types.bool(), IMAGE)
-    elif name == "diffusion_gemma":
-        given["mm_token_type_ids"] = marked(IMAGES)
-        given["decoder_input_ids"] = tokens(6, seed=2)
-    else:
-        prefix = marked([[(0, PREFIXES[0])], [(0, PREFIXES[1])]]) * (1 if mask is None else mask)
-        given["token_type_ids"] = prefix if name == "hrm_text" else 1 - prefix
-        if name == "paligemma":
-            ids = ids.masked_fill(marked([[(7, 11)], [(0, 4)]]).bool(), IMAGE)
-            given["token_type_ids"] *= 1 if mask is None else mask  # 0 for padding, as its processor has it
-            given["pixel_values"] = images(2)
-    return {"input_ids": ids, **given}
-
-
-def canvas_and_prompt(found: Any) -> Tensor:
-    return torch.cat([found.logits.flatten(), found.encoder_last_hidden_state.flatten()])
+    given = {"attention_mask": mask}
+    if name == "hrm_text":
+        return {"input_ids": ids, **given, "token_type_ids": marked(PREFIXES)}
+    if name == "gemma4":
+        return {"input_ids": ids, **given, "mm_token_type_ids": marked(IMAGES)}
+    places = marked(IMAGES if name == "gemma3" else ([(7, 11)], [(0, 4)]))
+    types = places if name == "gemma3" else (1 - marked(PREFIXES)) * (1 if mask is None else mask)  # padding has 0
+    pixels = torch.randn(int(places.sum()) // 4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    ids = ids.masked_fill(places.bool(), IMAGE)
+    return {"input_ids": ids, **given, "token_type_ids": types, "pixel_values": pixels}
 
 
 def case_of(name: str, padding: str) -> Case:
     inputs = inputs_of(name, padding)
     kept = None if inputs["attention_mask"] is None else inputs["attention_mask"].bool()
-    model = made(*MODELS[name])
-    if name == "diffusion_gemma":
-        return Case(model, inputs, canvas_and_prompt, None)
-    return Case(model, inputs | {"use_cache": False}, lambda found: found.logits, kept)
+    return Case(made(*MODELS[name]), inputs | {"use_cache": False}, lambda found: found.logits, kept)
+
+
+def of_data(asked: list[str]) -> list[str]:
+    return [pattern for pattern in asked if pattern.startswith("Ranges")]
 
 
 @thinned(("name", "padding"), product(MODELS, PADDINGS), 3)
 def test_equals_sdpa(name: str, padding: str, asked: list[str]) -> None:
+    """With right padding PaliGemma's tokens see a prefix and, hidden by the key mask, padding: two runs of keys."""
     case_of(name, padding).assert_equal()
-    print(name, padding, asked)
+    runs = 2 if (name, padding) == ("paligemma", "right") else 1
+    assert of_data(asked) == [f"Ranges(first, last: [2, {runs}, 20] on cpu)"] * 2
+
+
+@pytest.mark.parametrize(("name", "side", "by"), [*product(["gemma3"], [0, 1], [-1, 1]), *product(["gemma4", "paligemma", "hrm_text"], [1], [-1])])
+def test_intervals_that_are_wrong_by_one_are_seen(
+    name: str, side: int, by: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By these tests."""
+    evaluated = integration.evaluated
+
+    def moved(*args: Any) -> Any:
+        ends = list(evaluated(*args).data)
+        ends[side] = ends[side] + by
+        return Ranges(*ends)
+
+    monkeypatch.setattr(integration, "evaluated", moved)
+    with pytest.raises(AssertionError):
+        case_of(name, "left").assert_equal()
+    assert of_data(asked)
+
+
+def test_a_mask_is_read_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kind, for all layers; not at all where one token follows."""
+    read, evaluated = list[tuple[int, ...]](), integration.evaluated
+    monkeypatch.setattr(integration, "evaluated", lambda *args: (read.append(args[1:]), evaluated(*args))[1])
+    kind, model_class, sizes = MODELS["gemma3"]
+    text = {**sizes["text_config"], "num_hidden_layers": 4, "layer_types": WINDOWED["layer_types"] * 2}
+    model = using(made(kind, model_class, {**sizes, "text_config": text}), "attn_dispatch")
+    model.generate(**inputs_of("gemma3", "left"), max_new_tokens=3, min_new_tokens=3)
+    assert len(of_data(asked)) == 4
+    assert read == [(2, LENGTH, LENGTH)] * 2
+
+
+GENERATING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static"},
+}
+
+
+def generated(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+    torch.manual_seed(3)
+    lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    return model.generate(**inputs, **lengths, output_logits=True, return_dict_in_generate=True, **options)
+
+
+@thinned(("name", "how"), product(MODELS, GENERATING), 3)
+def test_generates_the_same_tokens(name: str, how: str, asked: list[str]) -> None:
+    model, inputs = made(*MODELS[name]), inputs_of(name, "left")
+    expected = generated(using(model, "sdpa"), inputs, **GENERATING[how])
+    found = generated(using(model, "attn_dispatch"), inputs, **GENERATING[how])
+    assert torch.equal(found.sequences, expected.sequences)
+    for mine, exact in zip(found.logits, expected.logits, strict=True):
+        assert_close(mine, exact)
+    assert len(of_data(asked)) == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", ["dynamic", "static"])
+def test_a_prompt_in_two_parts(cached: str, asked: list[str]) -> None:
+    """The second has an image; its layers with windows have dropped keys."""
+    model, inputs = made(*MODELS["gemma3"]), inputs_of("gemma3", "left")
+    inputs["pixel_values"], ids = None, inputs["input_ids"].clamp(max=97)
+    whole = using(model, "sdpa")(**inputs | {"input_ids": ids}, use_cache=False).logits
+    cache = None if cached == "dynamic" else static_cache(model)
+    mask, parts = inputs["attention_mask"], []
+    for start, end in ((0, 13), (13, LENGTH)):
+        part = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "past_key_values": cache}
+        found = using(model, "attn_dispatch")(**part, token_type_ids=inputs["token_type_ids"][:, :end])
+        cache = found.past_key_values
+        parts.append(found.logits)
+    kept = mask.bool()
+    assert_close(torch.cat(parts, 1)[kept], whole[kept])
+    assert len(of_data(asked)) == 4
+
+
+def test_images_without_tokens_of_images(asked: list[str]) -> None:
+    """A mask that turns out to be causal, or a window, is one."""
+    inputs = inputs_of("gemma3", "none") | {"pixel_values": None, "token_type_ids": torch.zeros_like(tokens())}
+    inputs["input_ids"] = tokens()
+    Case(made(*MODELS["gemma3"]), inputs, lambda found: found.logits, None).assert_equal()
+    assert sorted(asked) == ["Dense(causal)", "Window(left=4, right=0)"]
+
+
+@torch.no_grad()
+def test_block_diffusion(asked: list[str]) -> None:
+    """DiffusionGemma: the prompt's images see both ways; a canvas sees all, with padding and without."""
+    model = made("DiffusionGemma", "DiffusionGemmaForBlockDiffusion", {"text_config": CANVAS, "canvas_length": 6})
+    encoder, ids = model.model.encoder, tokens()
+    for padding in PADDINGS:
+        mask, logits = padded(padding), []
+        for name in ("sdpa", "attn_dispatch"):
+            asked.clear()
+            embeds = encoder.get_input_embeddings()(ids)
+            masks = encoder.create_masks_for_generate(
+                using(model, name).config, embeds, mask, None, None, mm_token_type_ids=marked(IMAGES)
+            )
+            canvas = None if mask is None else torch.nn.functional.pad(mask, (0, 6), value=1)
+            found = model(ids, masks, decoder_input_ids=tokens(6, seed=2), decoder_attention_mask=canvas)
+            logits.append(found.logits)
+        assert_close(logits[1], logits[0])
+        assert len(of_data(asked)) == 2
+        assert asked[2:] == ["Dense()"] * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", ["left", "none"])
+def test_chunks_in_any_place(padding: str, asked: list[str]) -> None:
+    """Llama 4: a second part of a prompt, past the chunks of rows that start at different tokens."""
+    model, ids, mask = using(decoder("llama4"), "sdpa"), tokens(), padded(padding)
+    whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    using(model, "attn_dispatch")
+    parts, cache = [], None
+    for start, end in ((0, 11), (11, LENGTH)):
+        seen = None if mask is None else mask[:, :end]
+        found = model(ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True)
+        parts, cache = [*parts, found.logits], found.past_key_values
+    kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
+    assert_close(torch.cat(parts, 1)[kept], whole[kept])
+    assert len(of_data(asked)) == 1
+
+
+def spans(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    """Of 6 tokens the first four see each other."""
+    ids = torch.tensor([0, 0, 0, 0, -1, -2])
+    return (key <= query) | (ids[query] == ids[key])
+
+
+def test_what_is_made_of_a_mask(asked: list[str]) -> None:
+    """Its last queries, and the whole on another device."""
+    keys = integration.mask(1, 6, 6, mask_function=spans)
+    assert torch.equal(keys.pattern.data[1, 0, 0], torch.tensor([3, 3, 3, 3, 4, 5]))
+    assert torch.equal(keys[:, :, -3:, :].pattern.data, keys.pattern.data[..., 3:])
+    assert keys[:, :, -0:, :].pattern.data.shape == keys.pattern.data.shape
+    assert keys.to("meta").pattern.device == torch.device("meta")
+
+
+def test_dilated_layers_have_no_masks_of_data(asked: list[str]) -> None:
+    """Only those that are causal in truth."""
+    model = using(made(*MODELS["hrm_text"]), "attn_dispatch")
+    model.config.attn_dispatch = {"segment_lengths": [8], "dilation_rates": [1]}
+    with pytest.raises(InvalidInput, match="is none of causal"):
+        model(**inputs_of("hrm_text", "none"))
+
+
+@torch.no_grad()
+def test_masks_of_data_in_compiled_models(fresh_compiler: None, asked: list[str]) -> None:
+    """Their values are read between the graphs."""
+    model, inputs = made(*MODELS["hrm_text"]), inputs_of("hrm_text", "left") | {"use_cache": False}
+    kept = inputs["attention_mask"].bool()
+    expected = using(model, "sdpa")(**inputs).logits
+    found = torch.compile(using(model, "attn_dispatch"), backend="eager")(**inputs).logits
+    assert_close(found[kept], expected[kept])

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_dispatch import Dilated, attend
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.integrations import mask_functions
 from tests.support.small_transformers import (
     LENGTH,
     SIZES,
@@ -43,7 +44,7 @@ def layer(**more: Any) -> Any:
 
 
 def same_parity(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """No mask of attend()."""
+    """Three runs of keys for each of 6 queries."""
     return key % 2 == query % 2
 
 
@@ -85,9 +86,14 @@ def test_shapes_of_masks(shape: tuple[int, ...], dtype: torch.dtype, asked: list
 
 
 def test_queries_after_the_last_key(asked: list[str]) -> None:
-    keys = integration.mask(1, 3, 6, q_offset=5)
+    """They see all keys, as for sdpa; segments of dilated attention are not known there."""
+    module, q, k, v = layer_and_tensors()
+    expected = integration.sdpa_attention_forward(module, q[:, :, :3], k, v, torch.ones(1, 1, 3, 6).bool())[0]
+    found = integration.attention(module, q[:, :, :3], k, v, integration.mask(1, 3, 6, q_offset=5))[0]
+    assert_close(found, expected)
+    config = transformers.LlamaConfig(**SIZES, attn_dispatch={"segment_lengths": [4], "dilation_rates": [1]})
     with pytest.raises(InvalidInput, match="queries after the last key"):
-        layer(attention_mask=keys)
+        layer(attention_mask=integration.mask(1, 3, 6, q_offset=5, config=config))
 
 
 def test_a_causal_layer_without_a_mask_has_the_first_tokens_aligned(asked: list[str]) -> None:
@@ -101,18 +107,28 @@ def test_a_causal_layer_without_a_mask_has_the_first_tokens_aligned(asked: list[
 
 
 @pytest.mark.parametrize("keywords", [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([0.5, 1.0])}])
-def test_masks_that_are_not_translated(keywords: dict[str, Any], asked: list[str]) -> None:
+def test_masks_that_are_not_translated(
+    keywords: dict[str, Any], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are refused where a layer uses them, or reach it whole: sdpa, or attend() for what sdpa has not."""
+    assert_close(layer(attention_mask=masked(same_parity), **keywords)[0], eager(parity(), **keywords))
+    assert asked == ["Ranges(first, last: [1, 3, 6] on cpu)"]
+    monkeypatch.setattr(mask_functions, "MOST_RUNS", 2)
     keys = masked(same_parity)
-    with pytest.raises(InvalidInput, match=r"the mask same_parity is none of .*register\(fallback=True\)"):
+    what = r"the mask same_parity is none of .* \(query 0 sees 3 runs of keys, where 2 can be told\)"
+    with pytest.raises(InvalidInput, match=rf"{what}; .*register\(fallback=True\)"):
         layer(attention_mask=keys)
     integration.register(fallback=True)
     dense = masked(same_parity)
-    at = torch.arange(6)
-    assert torch.equal(dense[0, 0], at[:, None] % 2 == at % 2)
+    assert torch.equal(dense, parity())
     out = layer(attention_mask=dense, **keywords)[0]
     expected = eager(dense, **keywords)
     assert_close(out, expected)
+
+
+def parity() -> Tensor:
+    at = torch.arange(6)
+    return (at[:, None] % 2 == at % 2)[None, None]
 
 
 def eager(seen: Tensor, softcap: float | None = None, s_aux: Tensor | None = None) -> Tensor:

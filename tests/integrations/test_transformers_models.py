@@ -88,17 +88,12 @@ def test_packed_rows(name: str, how: str, asked: list[str]) -> None:
     assert_close(packed, alone)
 
 
-def test_packed_rows_of_chunks_by_sdpa(asked: list[str]) -> None:
-    """Chunks inside documents are not translated; with fallback the layers that have them go to sdpa."""
+def test_packed_rows_of_chunks(asked: list[str]) -> None:
+    """Chunks inside documents are intervals of keys."""
     positions = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, -1)
     inputs = {"input_ids": tokens(), "position_ids": positions, "use_cache": False}
-    case = Case(decoder("llama4"), inputs, lambda found: found.logits, None)
-    with pytest.raises(InvalidInput, match=r"chunks that are not plainly causal.*register\(fallback=True\)"):
-        case.assert_equal()
-    integration.register(fallback=True)
-    asked.clear()
-    case.assert_equal()
-    assert asked == ["Dense(causal)"]
+    Case(decoder("llama4"), inputs, lambda found: found.logits, None).assert_equal()
+    assert sorted(asked) == ["Dense(causal)", "Ranges(first, last: [1, 1, 20] on cpu)"]
 
 
 @pytest.mark.parametrize("more", [{"use_cache": True}, {"use_cache": False, "attention_mask": torch.ones(1, LENGTH)}])
