@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.store.decision import Decision
-from attn_dispatch.store.quarantine import Entry, Quarantine
 from attn_dispatch.text import milliseconds, titled
 from tests.support import browser
 from tests.support import made_up as planted
@@ -59,11 +57,6 @@ def stored() -> list[Decision]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory, stored: list[Decision]) -> Path:
     place = tmp_path_factory.mktemp("report")
-    text = "[1, 1024, 4, 64] float32 Dense() forward"
-    crash = f"the process crashed while flash 2.8 ran {text} for the first time (SIGSEGV)"
-    for backend, kind, reason in (("flash", "died", crash), ("xformers", "incorrect", "dq is wrong by 0.31")):
-        entry: dict[str, Any] = {"backend": backend, "version": "2.8", "kind": kind, "reason": reason, "title": text}
-        Quarantine(place / "store", planted.SILICON).add(Entry(silicon=planted.SILICON, **entry))
     return written(place / "store", place / "report.html", *stored)
 
 
@@ -118,12 +111,9 @@ def test_another_series_is_drawn_on_request(page: Page, file: Path) -> None:
     assert "native@hilbert" in page.ask("document.querySelector('#time').innerText")
 
 
-def test_thresholds_losers_and_quarantines(page: Page, file: Path) -> None:
+def test_thresholds_and_losers(page: Page, file: Path) -> None:
     page.open(file)
     assert "above 3,000 tokens (1,024 - 4,096)" in page.ask("document.querySelector('#token').innerText")
-    quarantine = page.ask("document.querySelector('#strikes').innerText")
-    assert "SIGSEGV" in quarantine
-    assert "dq is wrong by 0.31" in quarantine
     page.ask(OPEN_ALL)
     decisions = page.ask("document.querySelector('#decisions').innerText")
     assert made_up.REFUSED.reason in decisions

@@ -12,7 +12,7 @@ from contextlib import suppress
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from attn_dispatch.cli import machine, thresholds
+from attn_dispatch.cli import thresholds
 from attn_dispatch.cli.report import plots
 from attn_dispatch.cli.report.markup import Html, element, join, table
 from attn_dispatch.cli.report.series import Point, Series, all_series, by_preference
@@ -49,12 +49,12 @@ class Drawn(NamedTuple):
     notes: Html
 
 
-def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, version: str) -> str:
+def page(decisions: Sequence[Decision], folder: str, *, made: str, version: str) -> str:
     """The whole page.
 
     Args:
         decisions: those that can be shown, in the order in which they are listed.
-        report: of `machine.examined`.
+        folder: where they are stored, for people.
         made: the time, for people.
 
     Raises:
@@ -67,17 +67,13 @@ def page(decisions: Sequence[Decision], report: machine.Report, *, made: str, ve
         names = sorted({row.id for row in rows if is_timed(row)}, key=by_preference)
         backends, orders_of = (list(dict.fromkeys(each)) for each in zip(*names))
         data = {"spec": plots.compiled(backends, orders_of), "all": [each.points for each in drawn]}
-    listed = decided(decisions)._replace(nothing=EMPTY.format(folder=report["folder"]))
+    listed = decided(decisions)._replace(nothing=EMPTY.format(folder=folder))
     orders = thresholds.table(thresholds.paired(speedups.all_series(decisions)))
-    excluded = machine.exclusions(report)
-    hinted = any(each.rows for each in excluded)
     sections = {
         "Summary": _summary(decisions),
         "Decisions": join([table(listed), *map(_detail, decisions[:DETAILED])]),
         "Time and memory against length": join([_note(AXES), *_plot(drawn)]),
         "Token orders": join([*map(_note, thresholds.EXPLAINED), table(orders)]),
-        "Machine": _machine(report),
-        "Strikes and quarantines": join([*map(table, excluded), *([_note(machine.LIFT_HINT)] if hinted else [])]),
     }
     return _document(sections, data, f"{made} UTC, attn-dispatch {version}")
 
@@ -119,13 +115,6 @@ def _pairs(facts: Iterable[tuple[str, str]]) -> Html:
 
 def _note(text: str) -> Html:
     return element("p", text, class_="note")
-
-
-def _machine(report: machine.Report) -> Html:
-    """Processors, devices, backends, settings."""
-    lines = element("p", "\n".join(machine.lines(report)), class_="lines")
-    tables = table(machine.devices(report)), table(machine.backends(report))
-    return join([lines, *tables, _pairs(machine.state(report))])
 
 
 def _detail(decision: Decision) -> Html:
