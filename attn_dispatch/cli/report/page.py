@@ -106,7 +106,7 @@ def _detail(decision: Decision) -> Html:
 
 
 def _plots(decisions: Sequence[Decision]) -> list[Html]:
-    """Of each series times, gains and memory against length, and where the fastest candidate changes."""
+    """Each series: times, gains and memory against length, and where the fastest candidate changes."""
     rows = (row for each in decisions for row in each.candidates)
     names = sorted({row.id for row in rows if is_timed(row)}, key=by_preference)
     looks = [list(dict.fromkeys(each)) for each in zip(*names)]  # of the backends, and of the orders
