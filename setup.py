@@ -32,12 +32,12 @@ def module(path: str) -> ModuleType:
     return found
 
 
-def command() -> list[str] | None:
+def command() -> tuple[str, ...] | None:
     """The command line of the C++ compiler, or None, with a message, where nothing is compiled."""
     try:
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
             raise ImportError("it is compiled for Linux on x86-64 alone")
-        found: list[str] = module("machine/compiler.py").compiler().command
+        found: tuple[str, ...] = module("machine/compiler.py").compiler()
     except ImportError as error:
         print(f"{WITHOUT}: {error}", file=sys.stderr)
         return None

@@ -1,9 +1,8 @@
-"""What `doctor` and `report` say of this machine: its devices, backends, settings, and what is excluded."""
+"""What `doctor` says of this machine: its devices, backends, settings, and what is excluded."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,21 +12,14 @@ import msgspec
 
 from attn_dispatch import settings
 from attn_dispatch.cli.stored import why_unreadable
-from attn_dispatch.cli.tables import Table
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
-from attn_dispatch.settings import NO_HOME, cache_folder
+from attn_dispatch.settings import cache_folder
 from attn_dispatch.store import files
 from attn_dispatch.store.folder import Store
-from attn_dispatch.store.quarantine import Quarantine, shown_time, silicons
-from attn_dispatch.text import gib
+from attn_dispatch.store.quarantine import Quarantine, silicons
 
 if TYPE_CHECKING:
     from attn_dispatch.kernels.contract import Backend
-
-LIFT_HINT = "'attn-dispatch doctor --lift NAME' lifts the quarantines and strikes of a backend"
-ENTRY_HEAD = ("version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason")
-
-Report = Mapping[str, Any]
 
 
 def examined() -> dict[str, Any]:
@@ -62,72 +54,6 @@ def examined() -> dict[str, Any]:
 def excluded() -> list[Quarantine]:
     """The quarantine of each silicon in the cache folder."""
     return [Quarantine(cache_folder(), silicon) for silicon in silicons(cache_folder())]
-
-
-# --- as texts ---------------------------------------------------------------------------------------------------------
-
-
-def lines(report: Report) -> list[str]:
-    """A line for each processor, one for the software, and one for each device that cannot be used."""
-    from attn_dispatch.machine.hardware import hardware
-
-    found, unusable = hardware(), [each for each in report["devices"] if each["unusable"]]
-    software = f"torch {found.torch}, CUDA {found.cuda or 'none'}"
-    why = [f"{each['device']} cannot be used: {each['unusable']}" for each in unusable]
-    return [*str(found).splitlines(), software, *why]
-
-
-def devices(report: Report) -> Table:
-    """Each device with its free memory and the dtype that suits it."""
-    rows = []
-    for each in report["devices"]:
-        free = "unknown" if each["free_bytes"] is None else gib(each["free_bytes"])
-        rows.append([each["device"], free, each["dtype"], each["dtype_reason"], each["silicon"]])
-    return Table(("device", "free", "dtype", "why", "silicon"), rows, {0, 2, 3, 4}, "Devices")
-
-
-def backends(report: Report) -> Table:
-    """Each backend with its version, and why it is not usable."""
-    usable = (f"no: {each['reason']}" if each["reason"] else "yes" for each in report["backends"])
-    rows = [[each["name"], each["version"] or "-", text] for each, text in zip(report["backends"], usable)]
-    return Table(("backend", "version", "usable"), rows, {0, 1, 2}, "Backends")
-
-
-def exclusions(report: Report) -> list[Table]:
-    """What is excluded, and what will be after another crash."""
-    return [
-        Table((name, *ENTRY_HEAD), list(map(_entry_cells, report[key])), range(9), caption, f"{name:10} none")
-        for name, key, caption in (("quarantine", "quarantines", "Quarantines"), ("strikes", "strikes", "Strikes"))
-    ]
-
-
-def _entry_cells(item: Report) -> list[str]:
-    end = "lifted" if item["until"] is None else shown_time(item["until"])
-    where = [shown_time(item["created"]), end, item["silicon"], " ".join(item["title"].split())]
-    return [item["backend"], item["version"] or "-", item["kind"], item["scope"] or "all", *where, item["reason"]]
-
-
-def state(report: Report) -> list[tuple[str, str]]:
-    """Names and values: the native kernel, the stored decisions, the settings, what is yet unmeasured."""
-    missed, unwritable = report["missed"], "" if report["writable"] else ", which cannot be written"
-    stored = f"{report['decisions']} in {report['folder']}{unwritable}"
-    stored += f"; {report['unreadable']}" if report["unreadable"] else ""
-    if report["folder"] == str(settings.NOWHERE):
-        stored = f"none: {NO_HOME}"
-    unmeasured = f"{missed['count']}; measure them with: {missed['command']}" if missed["count"] else "none"
-    found = {
-        "native": report["native"],
-        "decisions": stored,
-        "shared": report["shared"],
-        "mode": f"{report['mode']}   ($ATTN_DISPATCH_MODE)",
-        "budget": f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)",
-        "missed": missed["reason"] or unmeasured,
-        "remove": f"delete these after uninstalling, or to start anew: {', '.join(report['leaves']) or 'nothing'}",
-    }
-    return [(name, value) for name, value in found.items() if value]
-
-
-# --- what is there ----------------------------------------------------------------------------------------------------
 
 
 def _device(device: str) -> dict[str, Any]:

@@ -40,10 +40,11 @@ def run(folder: Path, as_json: bool) -> int:
 
 
 def _cells(group: GroupRegret) -> list[str]:
-    start, worst = [group.title, str(group.count), str(group.unpredicted)], group.worst
-    if worst is None:
+    found = group.to_dict()
+    start = [found["title"], str(found["count"]), str(found["alone"])]
+    if not found["count"]:
         return [*start, *"-" * 6]
-    where = worst.key[:KEY_DIGITS] if worst.regret > 0 else "-"
-    shares = [f"{100 * (value or 0):.1f} %" for value in (group.mean, group.p95, worst.regret)]
-    right = [f"{100 * value:.0f} %" for value in (group.hits / group.count, group.confidence or 0)]
+    where = found["worst_key"][:KEY_DIGITS] if found["worst"] > 0 else "-"
+    shares = [f"{100 * found[name]:.1f} %" for name in ("mean", "p95", "worst")]
+    right = [f"{100 * value:.0f} %" for value in (found["hits"] / found["count"], found["confidence"])]
     return [*start, *shares, where, *right]

@@ -19,7 +19,6 @@ from attn_dispatch.text import align, milliseconds, printable, titled
 HEAD = ("problem", "winner", "time", "vs SDPA", "")
 PLAIN = ("sdpa", "sdpa_mask")  #: PyTorch's own attention, without a mask and with one
 KEY_DIGITS = 10  #: digits shown in tables; `inspect --key` takes any number
-REFUSED = {"not_installed", "unsupported"}
 
 
 class Table(NamedTuple):
@@ -91,17 +90,6 @@ def gain_over(plain: Row | None, row: Row) -> Bounds | None:
     except ArithmeticError:
         return None
     return (low, middle, high) if 0 < low <= middle <= high < math.inf else None
-
-
-def refused_by_all(explanations: Sequence[Explanation]) -> dict[str, str]:
-    """The candidates that can run none of the problems, with the reasons common to all their refusals."""
-    refused = ([row for row in each.candidates if row.status in REFUSED] for each in explanations)
-    first, *others = [{titled(*row.id): row.reason.split("; ") for row in rows} for rows in refused]
-    shared = {
-        name: "; ".join(part for part in parts if all(part in each.get(name, ()) for each in others))
-        for name, parts in first.items()
-    }
-    return {name: text for name, text in shared.items() if text}
 
 
 def compact(problem: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
 LEFT = {0, 1, 7}  #: left-aligned columns
+NEEDS_CUDA = "runs on cuda, not cpu"  #: the reason of a backend that runs on CUDA alone, among others
 SLOW_START = 10  #: ratio of first call to median from which the table mentions the first call
 
 
@@ -87,9 +87,9 @@ class Explanation:
         if self.provisional:
             lines.append(f"provisional: {self.provisional}; a later process measures it again")
         lines += [f"blocks    {each}" for each in self.configurations]
-        elsewhere = [c.backend for c in self.candidates if self.choice and needs_cuda(c.reason)]
+        elsewhere = [c.backend for c in self.candidates if self.choice and NEEDS_CUDA in c.reason.split("; ")]
         shown = [row for row in self.rows() if row[0] not in elsewhere]
-        found = "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *cuda_only(elsewhere)])
+        found = "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *_cuda_only(elsewhere)])
         return "\n\n".join([found, *map(str, self.others)])
 
     def _repr_html_(self) -> str:
@@ -113,13 +113,8 @@ def table(rows: list[list[str]]) -> list[str]:
     return found
 
 
-def needs_cuda(reason: str) -> bool:
-    """Whether a candidate is ruled out since it runs on CUDA alone: other reasons, and advice, are no help then."""
-    return "runs on cuda, not cpu" in reason.split("; ")
-
-
-def cuda_only(names: Iterable[str]) -> list[str]:
-    """A line, if any, about the backends that need CUDA."""
+def _cuda_only(names: list[str]) -> list[str]:
+    """A line, if any, about the backends that need CUDA: other reasons, and advice, are no help then."""
     found = list(dict.fromkeys(names))
     what = "1 backend needs" if len(found) == 1 else f"{len(found)} backends need"
     return [folded(f"{what} CUDA: {', '.join(found)}")] if found else []

@@ -18,7 +18,6 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.devices import default_device
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision
@@ -85,7 +84,9 @@ def _on_cpu() -> AbstractContextManager[object]:
     """The default device is the CPU. Nothing where it is so already: the context costs each operator microseconds of
     Python, which would count as the candidates' time.
     """
-    return nullcontext() if default_device().type == "cpu" else torch.device("cpu")
+    # By a new tensor: torch 2.6's get_default_device does not see `with torch.device(...)`, and fails once a default
+    # device was set and taken back.
+    return nullcontext() if torch.empty(0).device.type == "cpu" else torch.device("cpu")
 
 
 TRIAL_SPACE = 400 << 20  #: bytes of address space that the threads of a trial, their pools and arenas may map

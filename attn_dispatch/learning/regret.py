@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.learning.features import features
 from attn_dispatch.learning.predict import NEAR_BEST, Evidence, is_timed, predict
@@ -15,8 +14,7 @@ from attn_dispatch.store.address import PROBLEM_ERRORS
 from attn_dispatch.store.decision import Decision
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutChoice:
+class HeldOutChoice(NamedTuple):
     """The choice predicted for a decision from the others. `regret` is its time / the fastest's, less 1."""
 
     key: str
@@ -26,8 +24,7 @@ class HeldOutChoice:
     confidence: float
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRegret:
+class GroupRegret(NamedTuple):
     """Held-out choices of one group on one silicon; `unpredicted` counts the decisions without a prediction."""
 
     silicon: str
@@ -36,39 +33,21 @@ class GroupRegret:
     choices: tuple[HeldOutChoice, ...]
     unpredicted: int
 
-    @property
-    def count(self) -> int:
-        return len(self.choices)
-
-    @property
-    def hits(self) -> int:
-        """Choices within 2 % of the fastest."""
-        return sum(choice.regret <= NEAR_BEST - 1 for choice in self.choices)
-
-    @property
-    def mean(self) -> float | None:
-        return sum(choice.regret for choice in self.choices) / self.count if self.choices else None
-
-    @property
-    def p95(self) -> float | None:
-        """The 95th percentile: the least regret that 95 % of the choices do not exceed."""
-        ordered = sorted(choice.regret for choice in self.choices)
-        return ordered[math.ceil(0.95 * self.count) - 1] if ordered else None
-
-    @property
-    def worst(self) -> HeldOutChoice | None:
-        return max(self.choices, key=lambda choice: choice.regret, default=None)
-
-    @property
-    def confidence(self) -> float | None:
-        """The mean confidence of the predictions; calibrated if near hits / count."""
-        return sum(choice.confidence for choice in self.choices) / self.count if self.choices else None
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; regrets as shares."""
-        worst = self.worst
-        plain = ("silicon", "group", "title", "count", "mean", "p95", "hits", "confidence")
-        return {name: getattr(self, name) for name in plain} | {
+        """Plain values for JSON; regrets as shares, None without choices.
+
+        `hits` are the choices within 2 % of the fastest, `p95` is the least regret that 95 % of the choices do not
+        exceed, `confidence` the predictions' mean one: calibrated if near hits / count.
+        """
+        count, regrets = len(self.choices), sorted(choice.regret for choice in self.choices)
+        worst = max(self.choices, key=lambda choice: choice.regret, default=None)
+        return {
+            **{name: getattr(self, name) for name in ("silicon", "group", "title")},
+            "count": count,
+            "mean": sum(regrets) / count if count else None,
+            "p95": regrets[math.ceil(0.95 * count) - 1] if count else None,
+            "hits": sum(regret <= NEAR_BEST - 1 for regret in regrets),
+            "confidence": sum(choice.confidence for choice in self.choices) / count if count else None,
             "alone": self.unpredicted,
             "worst": None if worst is None else worst.regret,
             "worst_key": None if worst is None else worst.key,
@@ -89,7 +68,7 @@ def leave_one_out(decisions: Iterable[Decision], advance: Callable[[], object] =
         except PROBLEM_ERRORS:
             continue
     every = (_group_regret(silicon, group, members, advance) for (silicon, group), members in groups.items())
-    found = [each for each in every if each.count or each.unpredicted]
+    found = [each for each in every if each.choices or each.unpredicted]
     return sorted(found, key=lambda each: (each.silicon, each.title))
 
 

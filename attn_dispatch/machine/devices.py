@@ -34,15 +34,6 @@ def resolve(device: torch.device | str) -> torch.device:
     raise InvalidInput(f"device must be one of {choices}; got {device!r}")
 
 
-def default_device() -> torch.device:
-    """The device of new tensors, by making one: torch 2.6's `get_default_device` does not see `with torch.device(...)`,
-    and fails once a default device was set and taken back.
-    """
-    import torch
-
-    return torch.empty(0).device
-
-
 @cache
 def cuda_devices() -> tuple[Any, ...]:
     """The properties of each CUDA device, in torch's order. Does not initialise CUDA where there is no device."""
@@ -54,11 +45,11 @@ def cuda_devices() -> tuple[Any, ...]:
 
 
 @cache
-def cuda_identity(index: int) -> tuple[str, bool]:
-    """The UUID of a CUDA device (torch's, without prefix, where NVML gives none) and whether it is a MIG slice."""
-    props = cuda_devices()[index]
-    handle = _nvml_handle(str(props.uuid))
-    return ask_nvml("nvmlDeviceGetUUID", handle) or str(props.uuid), " MIG " in props.name or _in_mig_mode(handle)
+def cuda_identity(index: int) -> str:
+    """The UUID of a CUDA device; torch's, without prefix, where NVML gives none."""
+    known = str(cuda_devices()[index].uuid)  # not the index, since CUDA_VISIBLE_DEVICES reorders torch's
+    handles = (ask_nvml("nvmlDeviceGetHandleByUUID", prefix + known) for prefix in ("MIG-", "GPU-"))
+    return next(filter(None, (ask_nvml("nvmlDeviceGetUUID", each) for each in handles)), known)
 
 
 def missing_code(device: torch.device) -> str:
@@ -92,19 +83,6 @@ def _runs(code: re.Match[str], here: tuple[int, int]) -> bool:
     if suffix == "a":
         return here == built_for
     return here >= built_for and (here[0] == built_for[0] or (kind == "compute" and not suffix))
-
-
-def _nvml_handle(uuid: str) -> Any | None:
-    """Find a device's NVML handle by its identity: indices differ, since CUDA_VISIBLE_DEVICES reorders torch's."""
-    bare = uuid.removeprefix("GPU-").removeprefix("MIG-")
-    found = (ask_nvml("nvmlDeviceGetHandleByUUID", prefix + bare) for prefix in ("MIG-", "GPU-"))
-    return next(filter(None, found), None)
-
-
-def _in_mig_mode(handle: Any | None) -> bool:
-    """Whether a handle is a MIG slice or a board in MIG mode, of which CUDA shows slices only."""
-    current, _ = ask_nvml("nvmlDeviceGetMigMode", handle) or (0, 0)
-    return bool(current or ask_nvml("nvmlDeviceIsMigDeviceHandle", handle))
 
 
 def ask_nvml(function: str, *args: object) -> Any | None:

@@ -13,9 +13,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 
-from attn_dispatch.machine.compiler import parsed
+from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.settings import FLASH_KERNEL
 
 VARIABLES = ("TRITON_INTERPRET", "CXX", "CUDA_HOME", FLASH_KERNEL)  #: that versions and refusals depend on
@@ -49,16 +50,14 @@ def installed(distribution: str) -> str | None:
 
 
 @cache
-def _installed(compiler: str | None, search: tuple[str, ...]) -> tuple[object, ...]:
+def _installed(_cxx: str | None, search: tuple[str, ...]) -> tuple[object, ...]:
     own = os.path.dirname(os.path.dirname(__file__))
     # Not all of sys.path: it includes the script's own folder, which changes for any reason.
     folders = [folder for folder in search if os.path.basename(os.path.normpath(folder)) in PLACES]
-    try:
-        found = parsed(compiler).program
-    except ImportError:
-        found = ""
+    with suppress(ImportError):  # there is no compiler
+        folders += map(os.path.realpath, compiler())
     libraries = tuple(map(installed, LIBRARIES))
-    return sys.version, libraries, tuple(map(_stamp, folders)), tuple(_own_files(own)), _stamp(os.path.realpath(found))
+    return sys.version, libraries, tuple(map(_stamp, folders)), tuple(_own_files(own))
 
 
 def _own_files(own: str) -> Iterator[object]:

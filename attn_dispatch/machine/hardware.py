@@ -279,17 +279,16 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _gpu(index: int, props: Any) -> Gpu:
-    uuid, mig = cuda_identity(index)
     return Gpu(
         index=index,
         name=props.name,
-        uuid=uuid,
+        uuid=cuda_identity(index),
         capability=(props.major, props.minor),
         sm_count=props.multi_processor_count,
         l2_bytes=getattr(props, "L2_cache_size", None) or None,
         total_bytes=props.total_memory,
         driver=ask_nvml("nvmlSystemGetDriverVersion"),
-        mig=mig,
+        mig=" MIG " in props.name,  # as CUDA names slices
         shared_memory_bytes=getattr(props, "shared_memory_per_block_optin", None),
     )
 

@@ -1,6 +1,6 @@
 """Measures the memory available on a device, and the peak that a call allocates.
 
-Available memory is read on every call: the host, cgroups, address-space limits, torch's CUDA devices, NVML.
+Available memory is read on every call: the host, cgroups, address-space limits, torch's CUDA devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attn_dispatch.log import say_once
-from attn_dispatch.machine.devices import ask_nvml, cuda_devices, cuda_identity, resolve
+from attn_dispatch.machine.devices import cuda_devices, resolve
 from attn_dispatch.text import one_line
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def available_bytes(device: torch.device | str) -> int:
     """Bytes that a trial could allocate on ``device`` now, read on every call.
 
     On the CPU the least of free RAM and the room in every enclosing cgroup and under ``RLIMIT_AS``; on CUDA the
-    free memory by the driver (or else NVML) plus torch's idle cache, within torch's per-process memory fraction.
+    free memory by the driver plus torch's idle cache, within torch's per-process memory fraction.
     Of a pluggable allocator, which tells neither, the free memory alone.
 
     Raises:
         InvalidInput: this machine lacks the device.
-        RuntimeError: torch's, where neither the driver nor NVML gives a CUDA device's free memory.
+        RuntimeError: torch's, where the driver does not give a CUDA device's free memory.
     """
     where = resolve(device)
     return _cuda_available(where.index) if where.type == "cuda" else _host_available()
@@ -131,11 +131,11 @@ def cgroup_levels(controller: str, root: Path, proc: Path) -> Iterator[Path]:
 def _cuda_available(index: int) -> int:
     import torch
 
-    fraction = memory_fraction(index)
+    free, fraction = int(torch.cuda.mem_get_info(index)[0]), memory_fraction(index)
     if fraction is None:
-        return _cuda_free(index)
+        return free
     allocated = torch.cuda.memory_allocated(index)
-    room = _cuda_free(index) + torch.cuda.memory_reserved(index) - allocated
+    room = free + torch.cuda.memory_reserved(index) - allocated
     return max(0, min(room, int(fraction * cuda_devices()[index].total_memory) - allocated))
 
 
@@ -154,21 +154,6 @@ def memory_fraction(index: int | None) -> float | None:
             raise
         say_once(f"memory of candidates on CUDA is neither capped nor measured: {one_line(error)}")
         return None
-
-
-def _cuda_free(index: int) -> int:
-    import torch
-
-    try:
-        return int(torch.cuda.mem_get_info(index)[0])
-    except RuntimeError:
-        # For a slice identified only by its parent board, NVML would return the whole board's memory.
-        known, mig = cuda_identity(index)
-        uuid = None if mig and not known.startswith("MIG-") else known
-        memory = ask_nvml("nvmlDeviceGetMemoryInfo", ask_nvml("nvmlDeviceGetHandleByUUID", uuid))
-        if memory is None:
-            raise
-        return int(memory.free)
 
 
 def host_psutil() -> Any:

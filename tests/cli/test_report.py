@@ -15,7 +15,6 @@ from attn_dispatch.cli.report import page as page_module
 from attn_dispatch.cli.report.series import all_series
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.store.decision import TIMED, Decision
-from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support import made_up as planted
 from tests.support import stored_profiles as made_up
 from tests.support.commands import command, plain
@@ -174,12 +173,10 @@ def test_a_page_loads_nothing_and_holds_every_decision(folder: Path) -> None:
 
 @pytest.mark.usefixtures("_library")
 def test_texts_of_the_store_become_no_markup(folder: Path) -> None:
-    """Names of plug-ins, reasons, titles, and what a quarantine says."""
+    """Names of plug-ins, reasons and titles."""
     harmless = Texts(written(folder, *made_up.crossing())).names
     times = {SDPA: 2.0, (EVIL, "natural"): 1.0, NATIVE: None}
     bad = made_up.whole(planted.problem_at(512), times, provenance={"name": EVIL, "torch": EVIL})
-    entry = Entry(backend=EVIL, version=EVIL, silicon=planted.SILICON, kind="incorrect", reason=EVIL, title=EVIL)
-    Quarantine(folder, planted.SILICON).add(entry)
     found = Texts(written(folder, bad))
     assert found.text.count(EVIL) >= 5
     assert found.names.count("script") == harmless.count("script")

@@ -57,7 +57,7 @@ def options_of(sanitizer: str, level: str, folder: Path) -> list[str]:
     source, program, options = folder / "empty.cpp", str(folder / "empty"), [f"-fsanitize={sanitizer}", *OPTIONS]
     source.write_text("int main() {}\n")
     try:
-        subprocess.run([*compiler().command, *options, str(source), "-o", program], capture_output=True, check=True)
+        subprocess.run([*compiler(), *options, str(source), "-o", program], capture_output=True, check=True)
         subprocess.run([program], check=True, timeout=60)
     except (ImportError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no empty program with -fsanitize={sanitizer}: {error}")
@@ -80,7 +80,7 @@ def test_no_fault_and_the_results_of_float64(
     level: str, sanitizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = options_of(sanitizer, level, tmp_path)
-    program = Program.used(monkeypatch, tmp_path, compiler().command, *options)
+    program = Program.used(monkeypatch, tmp_path, compiler(), *options)
     for dtype in run.DTYPES:
         for problem in problems(dtype):
             expected = gate(problem)

@@ -98,8 +98,9 @@ def calibration(choices: Iterable[HeldOutChoice]) -> list[dict[str, Any]]:
     for low, high in pairwise(CONFIDENCES):
         some = [each for each in known if low <= each.confidence < high]
         if some:
-            group = GroupRegret("", "", "", tuple(some), 0)
-            found.append({"from": low, "count": len(some), "claimed": group.confidence, "hit": group.hits / len(some)})
+            group = GroupRegret("", "", "", tuple(some), 0).to_dict()
+            hit = group["hits"] / len(some)
+            found.append({"from": low, "count": len(some), "claimed": group["confidence"], "hit": hit})
     return found
 
 
@@ -279,19 +280,19 @@ def test_regret_by_hand() -> None:
         decision(problem_at(1000), {A: 9.0, B: 1.0}, silicon="cpu-other"),  # alone, too
     ]
     here, there = (
-        [group for group in leave_one_out(decisions) if group.silicon == silicon]
+        [group.to_dict() for group in leave_one_out(decisions) if group.silicon == silicon]
         for silicon in (decisions[0].silicon, "cpu-other")
     )
     half, full = here
-    assert [group.title for group in here] == ["bfloat16 d64 Dense() forward", "float32 d64 Dense() forward"]
-    assert (half.count, half.unpredicted, half.mean, half.p95, half.worst) == (0, 1, None, None, None)
-    assert (full.count, full.unpredicted, full.hits) == (3, 0, 2)
-    assert sorted(choice.regret for choice in full.choices) == pytest.approx([0, 0, 0.25])
-    assert full.mean == pytest.approx(0.25 / 3)
-    assert full.worst is not None
-    assert (full.worst.key, full.worst.backend) == (decisions[2].key, "a")
-    assert [(group.count, group.unpredicted) for group in there] == [(0, 1)]
-    assert (total([*here, *there]).count, total([*here, *there]).unpredicted) == (3, 2)
+    assert [group["title"] for group in here] == ["bfloat16 d64 Dense() forward", "float32 d64 Dense() forward"]
+    assert [half[name] for name in ("count", "alone", "mean", "p95", "worst")] == [0, 1, None, None, None]
+    assert [full[name] for name in ("count", "alone", "hits", "worst_key")] == [3, 0, 2, decisions[2].key]
+    assert full["mean"] == pytest.approx(0.25 / 3)
+    assert full["worst"] == full["p95"] == pytest.approx(0.25)
+    assert [(group["count"], group["alone"]) for group in there] == [(0, 1)]
+    whole = total(leave_one_out(decisions))
+    assert sorted(choice.regret for choice in whole.choices) == pytest.approx([0, 0, 0.25])
+    assert whole.unpredicted == 2
 
 
 def test_invalid_problems_are_skipped() -> None:

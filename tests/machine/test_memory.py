@@ -7,7 +7,6 @@ import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,10 @@ from attn_dispatch.machine import memory
 from attn_dispatch.tuning.guard import capped
 from tests.support.fakes import (
     GIB,
-    GTX1080,
     H100,
     MIB,
-    SLICE,
     cuda_memory,
     fake_cuda,
-    fake_nvml,
     pluggable_allocator,
     raising,
     write,
@@ -125,7 +121,6 @@ def test_psutil_is_used_if_the_file_lacks_the_numbers(tmp_path: Path, text: str)
 
 def test_cuda_available_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, H100)
-    fake_nvml(monkeypatch, {"GPU-aaaa-1": {"free": 1}})
     cuda_memory(monkeypatch, free=10 * GIB, reserved=5 * GIB, allocated=2 * GIB)
     assert memory.available_bytes("cuda:0") == 13 * GIB
     cuda_memory(monkeypatch, free=9 * GIB)
@@ -153,26 +148,6 @@ def test_an_error_of_the_device_is_no_pluggable_allocator(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", raising(error))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         memory.available_bytes("cuda:0")
-
-
-@pytest.mark.parametrize(
-    ("devices", "boards", "free"),
-    [
-        ((GTX1080, H100), {"GPU-aaaa-1": {"mig_mode": 0, "free": 70}, "GPU-bbbb-2": {"free": 7}}, [7, 70]),
-        ((SLICE,), {"GPU-dddd-4": {"mig_mode": 1}, "MIG-cccc-3": {"slice": True, "free": 4 * GIB}}, [4 * GIB]),
-        ((SLICE,), {"GPU-cccc-3": {"mig_mode": 1, "free": 39 * GIB}}, [None]),  # the parent board's is not the slice's
-    ],
-)
-def test_nvml_reads_the_right_one(devices: Any, boards: Any, free: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_cuda(monkeypatch, *devices)
-    fake_nvml(monkeypatch, boards)
-    cuda_memory(monkeypatch, free=None)
-    for index, expected in enumerate(free):
-        if expected is None:
-            with pytest.raises(RuntimeError, match="out of memory"):
-                memory.available_bytes(f"cuda:{index}")
-        else:
-            assert memory.available_bytes(f"cuda:{index}") == expected
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

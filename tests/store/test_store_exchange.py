@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from attn_dispatch import cli
 from attn_dispatch.kernels.native import library
-from attn_dispatch.machine.compiler import Compiler
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store.address import Address
@@ -103,7 +102,7 @@ def test_what_imported_decisions_run_by_is_compiled(
     code, out = run("import", tmp_path / "bundle")
     kept = cache_folder() / "native" / library._file()
     assert (code, kept.exists(), "native: compiled for this processor" in out) == (0, compiles, compiles)
-    monkeypatch.setattr(library, "compiler", lambda: Compiler((), "moon++", ()))
+    monkeypatch.setattr(library, "compiler", lambda: ("moon++",))
     monkeypatch.setattr("attn_dispatch.machine.code_folder.folders", lambda name: [])
     forget_native_library()
     code, out = run("import", tmp_path / "bundle", "--json")

@@ -57,18 +57,13 @@ class FakeNvmlError(Exception):
     pass
 
 
-def fake_nvml(monkeypatch: pytest.MonkeyPatch, boards: dict[str, dict[str, Any]]) -> ModuleType:
-    """A pynvml whose handles are UUIDs; each board may have ``free``, ``mig_mode`` and ``slice``."""
+def fake_nvml(monkeypatch: pytest.MonkeyPatch, boards: set[str]) -> ModuleType:
+    """A pynvml whose handles are UUIDs, these."""
 
     def look_up(uuid: str) -> str:
         if uuid not in boards:
             raise FakeNvmlError("Not Found")
         return uuid
-
-    def mig_mode(handle: str) -> list[int]:
-        if "mig_mode" not in boards[handle]:
-            raise FakeNvmlError("Not Supported")
-        return [boards[handle]["mig_mode"], 0]
 
     nvml: Any = ModuleType("pynvml")
     nvml.NVMLError = FakeNvmlError
@@ -76,9 +71,6 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch, boards: dict[str, dict[str, Any]]
     nvml.nvmlSystemGetDriverVersion = lambda: "550.54.15"
     nvml.nvmlDeviceGetHandleByUUID = look_up
     nvml.nvmlDeviceGetUUID = lambda handle: handle
-    nvml.nvmlDeviceGetMigMode = mig_mode
-    nvml.nvmlDeviceIsMigDeviceHandle = lambda handle: int(boards[handle].get("slice", False))
-    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(free=boards[handle]["free"])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     return nvml  # type: ignore[no-any-return]
 
@@ -94,14 +86,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, *devices: SimpleNamespace) -> Non
 
 
 def cuda_memory(
-    monkeypatch: pytest.MonkeyPatch, free: int | None, reserved: int = 0, allocated: int = 0, fraction: float = 1.0
+    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int = 0, allocated: int = 0, fraction: float = 1.0
 ) -> None:
-    def mem_get_info(index: int) -> tuple[int, int]:
-        if free is None:
-            raise RuntimeError("CUDA error: out of memory")
-        return free, 0
-
-    monkeypatch.setattr("torch.cuda.mem_get_info", mem_get_info)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (free, 0))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: reserved)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda index: allocated)
     monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", lambda index: fraction)

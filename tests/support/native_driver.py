@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Program:
 
     @classmethod
     def used(
-        cls, monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: list[str], *options: str, emulator: str = ""
+        cls, monkeypatch: pytest.MonkeyPatch, folder: Path, compiler: Sequence[str], *options: str, emulator: str = ""
     ) -> Program:
         """The program as this compiler builds it, in place of the library."""
         program = folder / "driver"

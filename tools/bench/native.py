@@ -72,7 +72,7 @@ class Limits:
     def __init__(self, folder: Path) -> None:
         source, path = Path(__file__).with_name("native_peak.cpp"), folder / "native_peak.so"
         options = (*FLAGS, *library.OPTIONS, *LINK_FLAGS, f"-I{SOURCE.parent}")
-        subprocess.run([*compiler().command, *options, str(source), "-o", str(path)], check=True)
+        subprocess.run([*compiler(), *options, str(source), "-o", str(path)], check=True)
         self._library = ctypes.CDLL(str(path))
         self.names = ["multiply_add"] + ["dot_product"] * (self._library.dot_product_terms() > 0)
         self._steps = dict.fromkeys(self.names, 2**16)

@@ -55,7 +55,7 @@ from attn_dispatch.kernels.native.library import FOLDER
 from attn_dispatch.kernels.native.variants import VARIANTS, build
 from attn_dispatch.machine.compiler import compiler
 for each in VARIANTS:
-    build(compiler().command, each.options, FOLDER / each.file)
+    build(compiler(), each.options, FOLDER / each.file)
     (FOLDER / each.file).with_suffix(".o").unlink()
     print(FOLDER / each.file)
 """

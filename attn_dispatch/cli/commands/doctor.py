@@ -6,10 +6,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from attn_dispatch.cli import machine
 from attn_dispatch.cli.tables import print_json
-from attn_dispatch.text import printable
+from attn_dispatch.settings import NO_HOME, NOWHERE
+from attn_dispatch.store.quarantine import shown_time
+from attn_dispatch.text import align, gib, printable
+
+DEVICES = ("device", "free", "dtype", "why", "silicon")
+BACKENDS = ("backend", "version", "usable")
+ENTRY_HEAD = ("version", "kind", "scope", "since (UTC)", "until (UTC)", "silicon", "problem", "reason")
+LIFT_HINT = "'attn-dispatch doctor --lift NAME' lifts the quarantines and strikes of a backend"
 
 EXAMPLE = """examples:
   attn-dispatch doctor
@@ -51,9 +60,49 @@ def _lift(name: str, *, as_json: bool) -> int:
     return 1
 
 
-def _lines(report: machine.Report) -> list[str]:
-    excluded = [line for each in machine.exclusions(report) for line in each.lines()]
-    hint = [machine.LIFT_HINT] if report["quarantines"] or report["strikes"] else []
-    tables = [table.lines() for table in (machine.devices(report), machine.backends(report))]
-    state = [f"{name:9} {value}" for name, value in machine.state(report)]
-    return [*(line for part in (machine.lines(report), *tables, excluded + hint) for line in [*part, ""]), *state]
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    """The processors and the software, tables of devices, backends and what is excluded, then the state."""
+    from attn_dispatch.machine.hardware import hardware
+
+    found, devices, backends = hardware(), [DEVICES], [BACKENDS]
+    about = [*str(found).splitlines(), f"torch {found.torch}, CUDA {found.cuda or 'none'}"]
+    for each in report["devices"]:
+        about += [f"{each['device']} cannot be used: {each['unusable']}"] if each["unusable"] else []
+        free = "unknown" if each["free_bytes"] is None else gib(each["free_bytes"])
+        devices.append((each["device"], free, each["dtype"], each["dtype_reason"], each["silicon"]))
+    for each in report["backends"]:
+        usable = f"no: {each['reason']}" if each["reason"] else "yes"
+        backends.append((each["name"], each["version"] or "-", usable))
+    excluded = [*_excluded("quarantine", report["quarantines"]), *_excluded("strikes", report["strikes"])]
+    excluded += [LIFT_HINT] if report["quarantines"] or report["strikes"] else []
+    parts = about, align(devices, {0, 2, 3, 4}), align(backends, {0, 1, 2}), excluded
+    return [*(line for part in parts for line in [*part, ""]), *_state(report)]
+
+
+def _excluded(name: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of entries, or that there are none."""
+    rows = [(name, *ENTRY_HEAD)]
+    for each in entries:
+        what = each["backend"], each["version"] or "-", each["kind"], each["scope"] or "all"
+        end = "lifted" if each["until"] is None else shown_time(each["until"])
+        title = " ".join(each["title"].split())
+        rows.append((*what, shown_time(each["created"]), end, each["silicon"], title, each["reason"]))
+    return align(rows, range(9)) if entries else [f"{name:10} none"]
+
+
+def _state(report: Mapping[str, Any]) -> list[str]:
+    """The native kernel, the stored decisions, the settings, what is yet unmeasured."""
+    missed, unwritable = report["missed"], "" if report["writable"] else ", which cannot be written"
+    stored = f"{report['decisions']} in {report['folder']}{unwritable}"
+    stored += f"; {report['unreadable']}" if report["unreadable"] else ""
+    unmeasured = f"{missed['count']}; measure them with: {missed['command']}" if missed["count"] else "none"
+    found = {
+        "native": report["native"],
+        "decisions": f"none: {NO_HOME}" if report["folder"] == str(NOWHERE) else stored,
+        "shared": report["shared"],
+        "mode": f"{report['mode']}   ($ATTN_DISPATCH_MODE)",
+        "budget": f"{report['budget_ms']:g} ms for a new problem   ($ATTN_DISPATCH_BUDGET_MS)",
+        "missed": missed["reason"] or unmeasured,
+        "remove": f"delete these after uninstalling, or to start anew: {', '.join(report['leaves']) or 'nothing'}",
+    }
+    return [f"{name:9} {value}" for name, value in found.items() if value]

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import settings
 from attn_dispatch.cli import options, thresholds, urls
-from attn_dispatch.cli.tables import HEAD, Table, cells, print_json, refused_by_all
-from attn_dispatch.decisions.explanation import cuda_only, needs_cuda
+from attn_dispatch.cli.tables import HEAD, Table, cells, print_json
 from attn_dispatch.errors import AttnDispatchError, InvalidInput
 from attn_dispatch.learning.thresholds import MIN_LENGTHS
 from attn_dispatch.ring.rows.layout import KINDS
 from attn_dispatch.store.folder import Store
-from attn_dispatch.text import folded, printable
+from attn_dispatch.text import printable
 
 if TYPE_CHECKING:
     from attn_dispatch.decisions.explanation import Explanation
@@ -257,23 +256,14 @@ def _print(
 
 
 def _print_winners(found: Sequence[Explanation]) -> None:
-    """A line for each decision, after what the machine cannot run."""
+    """A line for each decision, by device."""
     for device in dict.fromkeys(explanation.device for explanation in found):
         here = [explanation for explanation in found if explanation.device == device]
         rows = Table(HEAD, list(map(cells, here)), {0, 1, 4}).lines()
-        print(printable(f"device    {device}"), "", *_left_out(here), *rows, "", sep="\n")
+        print(printable(f"device    {device}"), "", *rows, "", sep="\n")
     for explanation in found:
         if explanation.choice is None:
             print(explanation, end="\n\n")
-
-
-def _left_out(explanations: Sequence[Explanation]) -> list[str]:
-    """Once: which backends are not for this machine."""
-    refused = refused_by_all(explanations)
-    elsewhere = [name for name, reason in refused.items() if needs_cuda(reason)]
-    lines = [f"  {name}: {reason}" for name, reason in refused.items() if name not in elsewhere]
-    lines = [folded(printable(line)) for line in [*lines, *(f"  {line}" for line in cuda_only(elsewhere))]]
-    return ["not for this machine or these problems:", *lines, ""] if lines else []
 
 
 def _summary(explanations: Sequence[Explanation], unstored: str) -> str:

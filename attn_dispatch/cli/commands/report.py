@@ -9,7 +9,7 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 
-from attn_dispatch.cli import machine, stored, urls
+from attn_dispatch.cli import stored, urls
 from attn_dispatch.cli.tables import print_json
 from attn_dispatch.settings import cache_folder
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if len(shown) < len(every):
         print(f"attn-dispatch report: {len(every) - len(shown)} decisions cannot be shown", file=sys.stderr)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-    text = page(shown, machine.examined(), made=made, version=version("attn-dispatch"))
+    text = page(shown, str(folder), made=made, version=version("attn-dispatch"))
     content = text.encode(errors="backslashreplace")
     urls.write(args.output, content)
     with urls.beside(args.output):

@@ -24,7 +24,7 @@ def _refusals(*environment: str | None) -> tuple[Refusal, ...]:
         cxx = compiler()
     except ImportError as error:
         return (Refusal("not_installed", f"compiles its CPU kernel: {error}"),)
-    if cxx.arguments or cxx.launchers:  # it takes all of $CXX as one program
+    if len(cxx) > 1:  # it takes all of $CXX as one program
         text = f"torch.compile takes a C++ compiler without arguments and launchers, and $CXX is {os.environ['CXX']!r}"
         return (Refusal("not_installed", text),)
     if sys.platform == "darwin" or not torch.cpu._is_avx2_supported():

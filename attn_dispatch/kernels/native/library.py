@@ -23,7 +23,7 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.native.variants import SOURCE, VARIANTS, build, digest
 from attn_dispatch.log import logger
 from attn_dispatch.machine import code_folder
-from attn_dispatch.machine.compiler import Compiler, compiler
+from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.machine.hardware import cpuinfo
 from attn_dispatch.settings import mode
 
@@ -33,7 +33,7 @@ FOLDER = SOURCE.parent  #: where a wheel has its compiled libraries
 CPU_FIELDS = ("model name", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
 NAME = "native"  #: of the folders with what is compiled
 
-_failed: dict[Compiler, str] = {}  # compilers that failed in this process, with what they said
+_failed: dict[tuple[str, ...], str] = {}  # compilers that failed in this process, with what they said
 _unloadable: set[Path] = set()
 _building = process_state.lock()
 process_state.register(process_state.FACTS, _failed.clear, _unloadable.clear)
@@ -112,7 +112,7 @@ def used_prebuilt() -> Prebuilt | None:
     return None
 
 
-def _working_compiler() -> Compiler:
+def _working_compiler() -> tuple[str, ...]:
     """Raises ImportError: there is none, or it failed before in this process."""
     found = compiler()
     if found in _failed:
@@ -155,7 +155,7 @@ def in_use() -> str:
     if found is None and (there := _found()) is not None:
         return f"compiled for this processor: {there}"
     if found is None:
-        return f"to be compiled for this processor by {compiler().program}, in up to a minute"
+        return f"to be compiled for this processor by {' '.join(compiler())}, in up to a minute"
     gain = "not measured for this level" if found.name == VARIANTS[-1].name else "4 % or less, where that was measured"
     return f"the package's library for {found.name}; what a C++ compiler would gain: {gain}"
 
@@ -246,7 +246,7 @@ def _own_folder() -> Path:
 def _build() -> Path:
     """Compile into the first folder that this user alone can write to, or into one of this process."""
     say = logger.warning if mode() == "locked" else logger.info  # a server's first request waits for it
-    say("compiling %s with %s, once on this machine", _file(), " ".join(compiler().command))
+    say("compiling %s with %s, once on this machine", _file(), " ".join(compiler()))
     folder = code_folder.writable(NAME) or _own_folder()
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as made:
         os.replace(_compile(Path(made)), folder / _file())
@@ -256,11 +256,11 @@ def _build() -> Path:
 def _compile(folder: Path, source: Path = SOURCE) -> Path:
     cxx, library = compiler(), folder / "attention.so"
     try:
-        build(cxx.command, OPTIONS, library, source)
+        build(cxx, OPTIONS, library, source)
     except (subprocess.CalledProcessError, OSError) as error:
         lines = str(getattr(error, "stderr", error)).splitlines() or [str(error)]
         errors = [line for line in lines if "error" in line] or lines[-1:]
-        _failed[cxx] = f"{cxx.command[0]} failed: {' '.join(errors)[:500]}"
+        _failed[cxx] = f"{cxx[0]} failed: {' '.join(errors)[:500]}"
         raise BackendFailed(f"native: {_failed[cxx]}") from error
     library.chmod(0o755)
     return library

@@ -77,7 +77,7 @@ class Cuda(Machine):
         return float(begin.elapsed_time(end)) / times * 1e3
 
     def clocks(self) -> dict[str, Any]:
-        uuid, _ = cuda_identity(self.device.index)
+        uuid = cuda_identity(self.device.index)
         handle = ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
         power_mw = ask_nvml("nvmlDeviceGetPowerUsage", handle)
         return {
