@@ -13,7 +13,6 @@ x = from_order(x, "hilbert", grid)
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product

@@ -12,8 +12,8 @@ import pytest
 
 from attn_dispatch import profiling
 from attn_dispatch.cli import main
-from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.commands.profile import DENSITIES
+from attn_dispatch.cli.plots import curve
 from attn_dispatch.cli.thresholds import threshold_text
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.learning.thresholds import Threshold

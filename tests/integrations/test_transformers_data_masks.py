@@ -103,7 +103,10 @@ def test_equals_sdpa(name: str, padding: str, asked: list[str]) -> None:
     assert of_data(asked) == [f"Ranges(first, last: [2, {runs}, 20] on cpu)"] * 2
 
 
-@pytest.mark.parametrize(("name", "side", "by"), [*product(["gemma3"], [0, 1], [-1, 1]), *product(["gemma4", "paligemma", "hrm_text"], [1], [-1])])
+@pytest.mark.parametrize(
+    ("name", "side", "by"),
+    [*product(["gemma3"], [0, 1], [-1, 1]), *product(["gemma4", "paligemma", "hrm_text"], [1], [-1])],
+)
 def test_intervals_that_are_wrong_by_one_are_seen(
     name: str, side: int, by: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
