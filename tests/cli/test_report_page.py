@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_store(page: Page, file: Path, stored: list[Dec
 
 def marks(page: Page, panel: int = 0) -> list[tuple[float, float]]:
     found = page.ask(
-        f"[...document.querySelector('.plot').querySelectorAll('.concat_{panel}_group .mark-symbol path')]"
+        f"[...document.querySelectorAll('#plot .concat_{panel}_group .mark-symbol path')]"
         ".map((mark) => mark.getAttribute('transform').match(/[-\\d.]+/g).map(Number))"
     )
     return [(x, y) for x, y in found]
@@ -96,13 +96,19 @@ def test_marks_stand_where_logarithmic_axes_put_them(page: Page, file: Path) -> 
     assert "sdpa to native between 2,048 and 4,096 tokens" in page.ask("document.querySelector('#time').innerText")
 
 
-def test_the_other_series_are_below_the_first(page: Page, file: Path) -> None:
+def test_the_legend_fades_the_others(page: Page, file: Path) -> None:
     page.open(file)
-    second = "document.querySelectorAll('.plot')[1]"
-    assert page.ask(f"{second}.open") is False
-    page.ask(OPEN_ALL)
-    assert page.ask(f"{second}.querySelectorAll('.concat_0_group .mark-symbol.role-mark path').length") == 9
-    assert "native@hilbert" in page.ask(f"{second}.innerText")
+    page.ask("document.querySelector('#plot .role-legend-label text').dispatchEvent("
+             "new MouseEvent('click', {bubbles: true}))")  # fmt: skip
+    faded = "document.querySelectorAll('#plot .mark-symbol.role-mark path[opacity=\"0.08\"]')"
+    page.wait_for(f"{faded}.length > 0")
+
+
+def test_another_series_is_drawn_on_request(page: Page, file: Path) -> None:
+    page.open(file)
+    page.ask("Object.assign(document.querySelector('#series'), {value: 1}).dispatchEvent(new Event('input'))")
+    page.wait_for("document.querySelectorAll('#plot .concat_0_group .mark-symbol.role-mark path').length === 9")
+    assert "native@hilbert" in page.ask("document.querySelector('#time').innerText")
 
 
 def test_thresholds_and_losers(page: Page, file: Path) -> None:
@@ -119,7 +125,7 @@ def test_themes(page: Page, file: Path) -> None:
     def colours() -> list[str]:
         found: list[str] = page.ask(
             "[getComputedStyle(document.body).backgroundColor, "
-            "getComputedStyle(document.querySelector('.plot .mark-symbol.role-mark path')).fill]"
+            "getComputedStyle(document.querySelector('#plot .mark-symbol.role-mark path')).fill]"
         )
         return found
 
@@ -146,7 +152,7 @@ def test_narrow_plots_have_labels(times: dict[tuple[str, str], float], page: Pag
     page.open(written(tmp_path / "store", tmp_path / "report.html", decision))
     for panel in range(3):
         axes = page.ask(
-            f"[...document.querySelectorAll('.plot .concat_{panel}_group .role-axis-label')].map((axis) => "
+            f"[...document.querySelectorAll('#plot .concat_{panel}_group .role-axis-label')].map((axis) => "
             "[...axis.querySelectorAll('text')].map((text) => text.textContent).filter(Boolean))"
         )
         assert len(axes) == 2

@@ -81,9 +81,13 @@ class Page:
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def open(self, path: Path) -> None:
-        """Load a file and wait until it is drawn."""
+        """Load a file and wait until it and its plots are drawn."""
         self.send("Page.navigate", url=path.resolve().as_uri())
-        self.wait_for("document.readyState === 'complete'")
+        self.wait_for(
+            "document.readyState === 'complete' && "
+            "(document.documentElement.dataset.ready || !document.scripts.length) && "
+            "[...document.querySelectorAll('.plot')].every((box) => box.querySelector('svg'))"
+        )
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression; promises are awaited."""

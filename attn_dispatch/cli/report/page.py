@@ -1,37 +1,52 @@
-"""The page as one HTML file that loads nothing and runs nothing: its sections, its plots and its style."""
+"""The page as one HTML file that loads nothing: its sections, the data of its plots, its style and its scripts."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import secrets
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_dispatch.cli import thresholds
 from attn_dispatch.cli.report import plots
 from attn_dispatch.cli.report.markup import Html, element, join, table
-from attn_dispatch.cli.report.series import Point, all_series, by_preference
+from attn_dispatch.cli.report.series import Point, Series, all_series, by_preference
 from attn_dispatch.cli.tables import KEY_DIGITS, PLAIN, Table, chosen_of, compact, decided, gain_over, plain_of
+from attn_dispatch.cli.thresholds import ratio_text
 from attn_dispatch.decisions.explanation import HEAD, LEFT, Explanation
 from attn_dispatch.learning import speedups
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.store.address import PROBLEM_ERRORS
 from attn_dispatch.store.decision import Decision
-from attn_dispatch.text import printable
+from attn_dispatch.text import gib, milliseconds, printable, titled
 
-DRAWN = 50  #: series that have plots, those with the most lengths; the others have their numbers alone
 DETAILED = 500  #: decisions, the newest ones, whose candidates the page holds
 SDPA = "SDPA is PyTorch's scaled_dot_product_attention, with a dense mask where the pattern needs one: the faster one."
 AXES = (
     "Bands and bars are 95 % intervals of the median; of ratios to SDPA, the paired 99 % interval where one of the two "
-    "was chosen, else the extreme ratios. Other orders than the natural one are dashed; axes are logarithmic."
+    "was chosen, else the extreme ratios. Other orders than the natural one are dashed; axes are logarithmic. A "
+    "click on a name fades the others."
 )
 EMPTY = (
     "No decision is stored in {folder} yet. This measures some, in under a minute; then make the report again: "
     "attn-dispatch profile --quick"
 )
+LICENCE = (
+    "Plots: Vega, copyright 2015-2023 University of Washington Interactive Data Lab, under the BSD 3-Clause licence."
+)
+
+
+class Drawn(NamedTuple):
+    """What plots show at a time: points as `plots.compiled` has them, and the notes beside them."""
+
+    title: str
+    points: list[dict[str, Any]]
+    notes: Html
 
 
 def page(decisions: Sequence[Decision], folder: str, *, made: str, version: str) -> str:
@@ -45,22 +60,29 @@ def page(decisions: Sequence[Decision], folder: str, *, made: str, version: str)
     Raises:
         AttnDispatchError: vl-convert is not installed.
     """
+    drawn = list(map(_series, all_series(decisions)))
+    data: dict[str, Any] | None = None
+    if drawn:
+        rows = (row for each in decisions for row in each.candidates)
+        names = sorted({row.id for row in rows if is_timed(row)}, key=by_preference)
+        backends, orders_of = (list(dict.fromkeys(each)) for each in zip(*names))
+        data = {"spec": plots.compiled(backends, orders_of), "all": [each.points for each in drawn]}
     listed = decided(decisions)._replace(nothing=EMPTY.format(folder=folder))
     orders = thresholds.table(thresholds.paired(speedups.all_series(decisions)))
     sections = {
         "Summary": _summary(decisions),
         "Decisions": join([table(listed), *map(_detail, decisions[:DETAILED])]),
-        "Time and memory against length": join([_note(AXES), *_plots(decisions)]),
+        "Time and memory against length": join([_note(AXES), *_plot(drawn)]),
         "Token orders": join([*map(_note, thresholds.EXPLAINED), table(orders)]),
     }
-    return _document(sections, f"{made} UTC, attn-dispatch {version}")
+    return _document(sections, data, f"{made} UTC, attn-dispatch {version}")
 
 
 def can_be_shown(decision: Decision) -> bool:
     """Whether a page can hold a decision: the problem of one from elsewhere may be anything."""
     with suppress(*PROBLEM_ERRORS):
         _detail(decision)
-        json.dumps([_point(each) for series in all_series([decision]) for each in series.points], allow_nan=False)
+        json.dumps([_series(series) for series in all_series([decision])], allow_nan=False)
         return True
     return False
 
@@ -105,26 +127,38 @@ def _detail(decision: Decision) -> Html:
     return element("details", summary, element("p", "\n".join(lines), class_="lines"), candidates)
 
 
-def _plots(decisions: Sequence[Decision]) -> list[Html]:
-    """Each series: times, gains and memory against length, and where the fastest candidate changes."""
-    rows = (row for each in decisions for row in each.candidates)
-    names = sorted({row.id for row in rows if is_timed(row)}, key=by_preference)
-    looks = [list(dict.fromkeys(each)) for each in zip(*names)]  # of the backends, and of the orders
-    parts = []
-    for number, series in enumerate(all_series(decisions)):
-        title = element("summary", f"{series.title}, {series.silicon}")
-        plot = Html(plots.drawn(list(map(_point, series.points)), *looks)) if number < DRAWN else ""
-        notes = (element("p", note) for note in series.notes)
-        parts.append(element("details", title, plot, *notes, table(series.numbers), class_="plot", open=number == 0))
-    return parts
+def _plot(drawn: Sequence[Drawn]) -> list[Html]:
+    """A list to choose from, a place for the plots, and the notes of each; nothing for none."""
+    if not drawn:
+        return []
+    options = [element("option", each.title, value=at) for at, each in enumerate(drawn)]
+    return [
+        element("label", f"Problems ({len(drawn)})", element("select", *options, id="series"), class_="chooser"),
+        element("div", id="plot", class_="plot", aria_hidden="true"),
+        *(element("div", each.notes, class_="notes", hidden=at > 0) for at, each in enumerate(drawn)),
+    ]
+
+
+def _series(series: Series) -> Drawn:
+    """Times, gains and memory against length, and where the fastest candidate changes."""
+    notes = join([*(element("p", note) for note in series.notes), table(series.numbers)])
+    return Drawn(f"{series.title}, {series.silicon}", list(map(_point, series.points)), notes)
 
 
 def _point(point: Point) -> dict[str, Any]:
-    row = point.row
-    found = {"backend": row.backend, "order": row.order, "tokens": point.tokens}
-    found |= _bounds("ms", (row.low_ms or point.ms, point.ms, row.high_ms or point.ms))
-    found |= {} if point.gain is None else _bounds("gain", point.gain)
-    return found | ({"bytes": row.peak_bytes} if row.peak_bytes else {})
+    row, name = point.row, titled(*point.row.id)
+    low, high = row.low_ms or point.ms, row.high_ms or point.ms
+    interval = point.remark or f" ({milliseconds(low)} - {milliseconds(high)})"
+    text = f"{name}, {point.tokens:,} tokens\n{milliseconds(point.ms)}{interval}"
+    where = {"name": name, "backend": row.backend, "order": row.order, "tokens": point.tokens}
+    found = {**where, **_bounds("ms", (low, point.ms, high))}
+    if point.gain is not None:
+        found |= _bounds("gain", point.gain)
+        text += f"\nvs SDPA {ratio_text(*point.gain)}"
+    if row.peak_bytes:
+        found["bytes"] = row.peak_bytes
+        text += f"\nmemory {gib(row.peak_bytes)}"
+    return {**found, "text": text}
 
 
 def _bounds(field: str, bounds: tuple[float, float, float]) -> dict[str, float]:
@@ -134,28 +168,43 @@ def _bounds(field: str, bounds: tuple[float, float, float]) -> dict[str, float]:
 # --- document ---------------------------------------------------------------------------------------------------------
 
 
-def _document(sections: Mapping[str, Html], about: str) -> str:
-    """The sections by title, under links to each."""
+def _document(sections: Mapping[str, Html], data: Mapping[str, Any] | None, about: str) -> str:
+    """The sections by title, under links to each; scripts and the plots' data where there are any."""
     names = {title: title.split()[0].lower() for title in sections}
     links = [element("li", element("a", title, href=f"#{name}")) for title, name in names.items()]
     body = [
         element("section", element("h2", title), sections[title], id=name, aria_label=title)
         for title, name in names.items()
     ]
-    style = files("attn_dispatch.cli.report").joinpath("page.css").read_text(encoding="utf-8")
-    # No script runs, and nothing is loaded, whatever a name in the store holds.
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+    # Only scripts with the nonce run, and nothing is loaded, whatever a name in the store holds. Vega compiles its
+    # expressions.
+    nonce = secrets.token_urlsafe(16)
+    policy = f"script-src 'nonce-{nonce}' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
     head = [
         element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", http_equiv="Content-Security-Policy", content=f"default-src 'none'; {policy}"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"attn-dispatch report, {about}"),
         element("link", rel="icon", href="data:,"),
-        element("style", Html(style)),
+        element("style", Html(_text("page.css"))),
     ]
     parts = [
         element("header", element("h1", "attn-dispatch report"), element("p", about)),
         element("nav", element("ul", *links), aria_label="sections"),
         element("main", *body),
     ]
+    if data is not None:
+        parts += [element("footer", element("p", LICENCE))]
+        parts += [element("script", _packed(data), type="text/plain", id="data")]
+        parts += [element("script", Html(script), nonce=nonce) for script in (plots.runtime(), _text("page.js"))]
     return f"<!doctype html>\n{element('html', element('head', *head), element('body', *parts), lang='en')}\n"
+
+
+def _packed(data: Mapping[str, Any]) -> Html:
+    """JSON as gzip in base64, which ends no script element; browsers unpack it by themselves."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Html(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
+
+
+def _text(name: str) -> str:
+    return files("attn_dispatch.cli.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The plots of the page: written in Vega-Lite, drawn as SVG by vl-convert."""
+"""The plots of the page: written in Vega-Lite, compiled here by vl-convert, drawn by Vega in the browser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from attn_dispatch.errors import AttnDispatchError
 
-SOFT, LINE = "var(--soft)", "var(--line)"  #: colours of page.css: plots follow the theme
+SOFT, LINE = "var(--soft)", "var(--line)"  #: colours of page.css: plots follow the theme without being drawn anew
 TOKENS = "datum.value % 1024 == 0 ? datum.value / 1024 + 'k' : format(datum.value, ',')"
 BYTES = (
     "datum.value < 1073741824 ? format(datum.value / 1048576, '.3~r') + ' MiB' : "
@@ -53,12 +53,22 @@ def library() -> Any:
         raise AttnDispatchError(f"the plots need vl-convert-python: {install} ({error})") from error
 
 
-def drawn(points: Sequence[dict[str, Any]], backends: Sequence[str], orders: Sequence[str]) -> str:
-    """The panels above each other as SVG, on logarithmic axes, with legends.
+def runtime() -> str:
+    """What the page needs of Vega, as one script that loads nothing, and sets `window.vega`."""
+    # By the address of vl-convert's own copy, which is not fetched: its names for whole libraries include Vega-Lite.
+    where = f"https://cdn.jsdelivr.net/npm/vega@{library().get_vega_version()}/+esm"
+    code = f"import {{View, parse, Error as error}} from '{where}'; window.vega = {{View, parse, error}};"
+    found: str = library().javascript_bundle(code)
+    return found
+
+
+def compiled(backends: Sequence[str], orders: Sequence[str]) -> dict[str, Any]:
+    """The panels above each other as Vega, on logarithmic axes, with legends; a click there fades other backends.
+
+    The page fills in the data `points`: name, backend, order, tokens, the panels' fields, and a text.
 
     Args:
-        points: each has a backend, an order, tokens, and fields of panels.
-        backends, orders: of the whole page, the natural order first: each has a colour and a shape, or a dash.
+        backends, orders: of all points, the natural order first: each has a colour and a shape, or a dash.
     """
     scales = {"color": backends, "shape": backends, "strokeDash": orders}
     names = {"color": "backend", "shape": "backend", "strokeDash": "order"}
@@ -67,7 +77,6 @@ def drawn(points: Sequence[dict[str, Any]], backends: Sequence[str], orders: Seq
         for channel, domain in scales.items()
     }
     config = {
-        "aria": False,
         "view": {"stroke": None},
         "axis": dict.fromkeys(("labelColor", "titleColor"), SOFT)
         | dict.fromkeys(("tickColor", "domainColor", "gridColor"), LINE),
@@ -75,23 +84,23 @@ def drawn(points: Sequence[dict[str, Any]], backends: Sequence[str], orders: Seq
         "legend": {"labelColor": "var(--ink)", "symbolSize": 110, "orient": "bottom", "columns": 6},
         "range": {"category": [f"oklch(from var(--mark) l c {137.5 * number})" for number in range(14)]},
     }
-    found: str = library().vegalite_to_svg(
+    found: dict[str, Any] = library().vegalite_to_vega(
         {
             "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
             "background": None,
-            "data": {"values": list(points)},
-            "vconcat": [_panel(each, looks) for each in PANELS],
+            "data": {"name": "points"},
+            "vconcat": [_panel(each, looks, is_first=each is PANELS[0]) for each in PANELS],
             "config": config,
         }
     )
     return found
 
 
-def _panel(panel: Panel, looks: dict[str, Any]) -> dict[str, Any]:
+def _panel(panel: Panel, looks: dict[str, Any], *, is_first: bool) -> dict[str, Any]:
     value, colour = _y(panel, panel.field), {"color": looks["color"]}
     span = {"y": _y(panel, f"{panel.field}_low"), "y2": {"field": f"{panel.field}_high"}, **colour}
     line = {"y": value, **colour, "strokeDash": looks["strokeDash"]}
-    point = {"y": value, **colour, "shape": looks["shape"]}
+    point = {"y": value, **colour, "shape": looks["shape"], "tooltip": {"field": "text", "type": "nominal"}}
     layers: list[dict[str, Any]] = [
         {"mark": {"type": "area", "fillOpacity": 0.18}, "encoding": {**span, "detail": {"field": "order"}}},
         {"mark": "rule", "encoding": span},
@@ -100,11 +109,15 @@ def _panel(panel: Panel, looks: dict[str, Any]) -> dict[str, Any]:
     ]
     layers = layers if panel.has_interval else layers[2:]
     for layer in layers:
-        layer["encoding"] = {"x": X, **layer["encoding"]}
+        fade = {"condition": {"param": "picked", "value": 1}, "value": 0.08}
+        layer["encoding"] = {"x": X, "opacity": fade, **layer["encoding"]}
         layer["transform"] = [{"filter": f"isValid(datum.{panel.field})"}]
     if panel.reference is not None:
         rule = {"type": "rule", "strokeDash": [4, 4], "color": SOFT}
         layers.append({"data": {"values": [{}]}, "mark": rule, "encoding": {"y": _y(panel, datum=panel.reference)}})
+    if is_first:
+        select = {"type": "point", "fields": ["backend"]}
+        layers[0]["params"] = [{"name": "picked", "select": select, "bind": "legend"}]
     return {"title": panel.title, "width": 600, "height": 240, "layer": layers}
 
 
