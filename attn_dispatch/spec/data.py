@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import boolean, integer
-from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.reach import Offsets
 
@@ -294,7 +293,7 @@ class Blocks(DataPattern):
         if len(pair) != 2:
             raise InvalidInput(f"size must be an integer or (queries, keys), got {size!r}")
         within = Dense() if within is None else within
-        if not isinstance(within, Pattern) or isinstance(within, DataPattern | Reordered):
+        if not isinstance(within, Pattern) or isinstance(within, DataPattern) or within.natural is not within:
             raise InvalidInput(f"within must be a pattern without tensors, in natural order, got {within!r}")
         if not (isinstance(table, torch.Tensor) and table.dtype == torch.bool and table.ndim == 4):
             shape = "[1 or batch, 1 or kv_heads or heads, q blocks, most], or a bool one [.., q blocks, k blocks]"
