@@ -24,10 +24,11 @@ from attn_dispatch.spec.tracing import make_plain
 
 __all__ = ["of_block_mask", "of_bsr", "recall", "sliding_tiles", "to_block_mask", "top_k"]
 
-Sizes = int | tuple[int, ...]
+Size = int | tuple[int, int]
+Axes = int | tuple[int, ...]
 
 
-def top_k(q: Tensor, k: Tensor, size: Sizes, blocks: int, within: Pattern | None = None, per: str = "heads") -> Blocks:
+def top_k(q: Tensor, k: Tensor, size: Size, blocks: int, within: Pattern | None = None, per: str = "heads") -> Blocks:
     """The blocks of keys whose mean key has the largest products with the mean query, for each block of queries.
 
     Args:
@@ -41,7 +42,7 @@ def top_k(q: Tensor, k: Tensor, size: Sizes, blocks: int, within: Pattern | None
     problem, most = Problem.of(q, k, k, within), integer("blocks", blocks, 1)
     choice("per", per, ("heads", "kv_heads"))
     group, q, k = problem.heads // problem.kv_heads, _block_means(q, qb), _block_means(k, kb)
-    q, k = (q, k.repeat_interleave(group, 1)) if per == "heads" else (q.unflatten(1, (-1, group)).mean(2), k)
+    q, k = (q, k.repeat_interleave(group, 1)) if per == "heads" else (torch.unflatten(q, 1, (-1, group)).mean(2), k)
     seen = _blocks_seen(within, (qb, kb), problem.q_len, problem.k_len).to(q.device)
     columns, scores = seen.shape[1], (q @ k.mT).masked_fill(~seen, -inf)
     best = scores.topk(min(most, columns)).indices
@@ -50,7 +51,7 @@ def top_k(q: Tensor, k: Tensor, size: Sizes, blocks: int, within: Pattern | None
 
 
 def sliding_tiles(
-    grid: Sizes, tile: Sizes, window: Sizes, *, is_causal: Any = False, device: torch.device | str | None = None
+    grid: Axes, tile: Axes, window: Axes, *, is_causal: Any = False, device: torch.device | str | None = None
 ) -> tuple[Blocks, Tensor]:
     """A window of cubes around the query's own, as blocks; and `at`, int64 [tokens], the position at each place.
 
@@ -79,16 +80,16 @@ def sliding_tiles(
 def of_block_mask(block_mask: Any, within: Pattern | None = None) -> Blocks:
     """The pattern of FlexAttention's BlockMask. `within` names what its `mask_mod` computes inside of blocks.
 
-    It is `Dense()` by default. Both are compared there, pair by pair.
+    It is `Dense()` by default. Both are compared there.
     """
     from torch.nn.attention.flex_attention import BlockMask, create_mask, noop_mask
 
     if not isinstance(block_mask, BlockMask) or block_mask.kv_indices.ndim != 4:
-        raise InvalidInput(f"block_mask must be a BlockMask of [batch, heads, ..], got {block_mask!r}")
+        raise InvalidInput(f"block_mask must be a BlockMask by batch and heads, got a {type(block_mask).__name__}")
     (qb, kb), within = _checked(block_mask.BLOCK_SIZE, within)
     (q_len, k_len), both = block_mask.seq_lengths, [_table(block_mask, prefix) for prefix in ("", "full_")]
     if within != Dense() or (block_mask.mask_mod is not noop_mask and both[0].any()):
-        given = create_mask(block_mask.mask_mod, *both[0].shape[:2], q_len, k_len, str(both[0].device))
+        given = create_mask(block_mask.mask_mod, both[0].shape[0], both[0].shape[1], q_len, k_len, str(both[0].device))
         named = within.multiplicity(q_len, k_len, device=given.device) > 0
         some, whole = (x.repeat_interleave(qb, 2).repeat_interleave(kb, 3)[..., :q_len, :k_len] for x in both)
         if ((given != named) & some | ~named & whole).any():
@@ -97,10 +98,7 @@ def of_block_mask(block_mask: Any, within: Pattern | None = None) -> Blocks:
 
 
 def to_block_mask(blocks: Blocks, q_len: int, k_len: int | None = None, heads: int | None = None) -> Any:
-    """FlexAttention's BlockMask of blocks that are listed once; its `mask_mod` reads the table, for eager calls.
-
-    `k_len` is `q_len` by default. `heads` are those of q, where tables are those of k.
-    """
+    """FlexAttention's BlockMask, for eager calls too. `heads` are those of q, where tables are those of k."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if not isinstance(blocks, Blocks):
@@ -119,13 +117,13 @@ def to_block_mask(blocks: Blocks, q_len: int, k_len: int | None = None, heads: i
         found = table[b * (table.shape[0] > 1), h * (table.shape[1] > 1), i // qb, j // kb]
         return found if inside is None else found & inside(h, i + ahead, j)
 
-    full = table & (inside is None)
-    full[..., q_len // qb :, :] = full[..., k_len // kb :] = False  # shorter blocks are partial there
+    full = table & (inside is None)  # shorter blocks are partial there
+    full[..., q_len // qb :, :] = full[..., k_len // kb :] = False
     lists = [(x.sum(-1).int(), (~x).int().argsort(stable=True).int()) for x in (table & ~full, full)]
     return BlockMask.from_kv_blocks(*lists[0], *lists[1], (qb, kb), mask, seq_lengths=(q_len, k_len))
 
 
-def of_bsr(indptr: Tensor, indices: Tensor, size: Sizes, within: Pattern | None = None) -> Blocks:
+def of_bsr(indptr: Tensor, indices: Tensor, size: Size, within: Pattern | None = None) -> Blocks:
     """The pattern of a matrix in block rows: FlashInfer's, scipy's, PyTorch's `crow_indices` and `col_indices`.
 
     Args:
@@ -152,19 +150,19 @@ def recall(q: Tensor, k: Tensor, pattern: Pattern, of: Pattern | None = None, sc
 
     Source: Jiang et al. 2024, MInference: attention recall.
     """
-    of = of or (pattern.within if isinstance(pattern, Blocks) else Dense())
+    pattern, of = pattern or Dense(), of or (pattern.within if isinstance(pattern, Blocks) else Dense())
     problem, _ = (Problem.of(q, k, k, each, scale=scale) for each in (pattern, of))
     q, k = q.detach().double(), k.detach().double().repeat_interleave(problem.heads // problem.kv_heads, 2)
     sizes, found = (problem.q_len, problem.k_len, problem.heads), q.new_zeros(problem.batch, problem.heads)
-    step = max(1, 2**23 // (found.numel() * problem.k_len))  # 64 MiB of scores
-    for rows in torch.arange(problem.q_len, device=q.device).split(step):
+    step = 2**23 // (found.numel() * problem.k_len) or 1  # 64 MiB of scores
+    for rows in torch.split(torch.arange(problem.q_len, device=q.device), step):
         kept, counts = (each.multiplicity(*sizes, q_pos=rows) for each in (pattern, of))
         scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows] * problem.scale, k) + counts.double().log()
         found += (scores.softmax(-1) * (kept > 0)).sum(-1).where(counts.sum(-1) > 0, 1.0).sum(-1)
     return found / problem.q_len
 
 
-def _checked(size: Sizes, within: Pattern | None) -> tuple[tuple[int, int], Pattern]:
+def _checked(size: Size, within: Pattern | None) -> tuple[tuple[int, int], Pattern]:
     """The size as a pair, and a pattern that is one for all heads. Raises InvalidInput, as Blocks does."""
     found = Blocks(torch.zeros(1, 1, 1, 1, dtype=torch.bool), size, within)
     if found.within.branches:
@@ -175,7 +173,7 @@ def _checked(size: Sizes, within: Pattern | None) -> tuple[tuple[int, int], Patt
 def _block_means(x: Tensor, size: int) -> Tensor:
     """[batch, heads, blocks, head_dim] of [batch, len, heads, head_dim], in float32 or wider."""
     wide = x.detach().to(sum_dtype(x.dtype)).permute(0, 2, 3, 1).flatten(1, 2)
-    return avg_pool1d(wide, size, ceil_mode=True).unflatten(1, x.shape[2:]).mT
+    return torch.unflatten(avg_pool1d(wide, size, ceil_mode=True), 1, x.shape[2:]).mT
 
 
 @lru_cache(maxsize=16)
@@ -183,7 +181,7 @@ def _blocks_seen(within: Pattern, size: tuple[int, int], q_len: int, k_len: int)
     """Bool [q blocks, k blocks] on the CPU: whether a query of the one sees a key of the other."""
 
     def find() -> Tensor:
-        rows = [within.seen(queries, q_len, k_len, ()) for queries in torch.arange(q_len).split(size[0])]
+        rows = [within.seen(queries, q_len, k_len, ()) for queries in torch.split(torch.arange(q_len), size[0])]
         return torch.stack([pad(row, (0, -k_len % size[1])).view(-1, size[1]).any(1) for row in rows])
 
     return make_plain(find)
@@ -194,7 +192,7 @@ def _table(block_mask: Any, prefix: str) -> Tensor:
     count, listed = (getattr(block_mask, f"{prefix}kv_{name}") for name in ("num_blocks", "indices"))
     if listed is None:
         return torch.zeros_like(_table(block_mask, ""))
-    past = torch.arange(listed.shape[-1], device=listed.device) >= count[..., None]
-    lists = Blocks(listed.masked_fill(past, -1), block_mask.BLOCK_SIZE)
+    there = torch.arange(listed.shape[-1], device=listed.device) < count[..., None]
+    lists = Blocks(listed.where(there, -1), block_mask.BLOCK_SIZE)
     lists.check(*block_mask.seq_lengths)
     return lists.block_counts(block_mask.seq_lengths[1]) > 0

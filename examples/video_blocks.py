@@ -23,29 +23,29 @@ from attn_dispatch.blocks import recall, sliding_tiles, top_k
 SIZE, CUBE, HEADS, HEAD_DIM, ROUNDS = 64, 4, 4, 64, 7  # a cube of 4 x 4 x 4 tokens is a block
 
 
-def video(grid: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
+def video(grid: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v [1, tokens, heads, head_dim]: scores fall with the distance of two tokens, and differ by head."""
     at = torch.cartesian_prod(*(torch.arange(n, dtype=torch.float32) for n in grid))
     waves = torch.randn(HEADS, 3, HEAD_DIM, generator=generator) / torch.arange(2, HEADS + 2)[:, None, None]
     phase = 2 * math.pi * torch.rand(HEADS, 1, HEAD_DIM, generator=generator)
     features = 3 * torch.cos(at @ waves + phase).transpose(0, 1)[None]
-    noisy = [features + torch.randn(features.shape, generator=generator) for _ in "qk"]
-    return [*noisy, torch.randn(features.shape, generator=generator)]
+    q, k, v = (torch.randn(features.shape, generator=generator) for _ in "qkv")
+    return features + q, features + k, v
 
 
 def meeting(near: Neighborhood, at: Tensor) -> Blocks:
     """The blocks in which a token sees another one, for tokens in this order."""
-    rows = [near.multiplicity(len(at), q_pos=own, k_pos=at)[0].any(0) for own in at.split(SIZE)]
-    return Blocks(torch.stack(rows).unflatten(1, (-1, SIZE)).any(2)[None, None], SIZE)
+    rows = [near.multiplicity(len(at), q_pos=own, k_pos=at)[0].any(0) for own in torch.split(at, SIZE)]
+    return Blocks(torch.unflatten(torch.stack(rows), 1, (-1, SIZE)).any(2)[None, None], SIZE)
 
 
-def tried(inputs: list[Tensor], blocks: Blocks) -> tuple[float, float]:
+def tried(q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> tuple[float, float]:
     """The median time of a call in ms, and the largest error of out."""
-    exact = attend(*(x.double() for x in inputs), blocks, backend="manual")
-    error, seconds = (attend(*inputs, blocks) - exact).abs().max().item(), []
+    exact = attend(q.double(), k.double(), v.double(), blocks, backend="manual")
+    error, seconds = (attend(q, k, v, blocks) - exact).abs().max().item(), []
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        attend(*inputs, blocks)
+        attend(q, k, v, blocks)
         seconds.append(time.perf_counter() - start)
     return sorted(seconds)[ROUNDS // 2] * 1e3, error
 
@@ -63,19 +63,19 @@ def main() -> None:
         "cubes": sliding_tiles(grid, CUBE, CUBE)[1],
         "hilbert": positions("hilbert", near, tokens),
     }
-    inputs = video(grid, torch.Generator().manual_seed(0))
+    q, k, v = video(grid, torch.Generator().manual_seed(0))
     blocks = round(given.share * tokens / SIZE)
     print(f"{grid} = {tokens} tokens; window {given.window}; top {blocks} of {tokens // SIZE} blocks")
     for name, at in orders.items():
-        moved = [x[:, at] for x in inputs]
-        cover, best = meeting(near, at), top_k(moved[0], moved[1], SIZE, blocks)
-        (cover_ms, one), (best_ms, two) = tried(moved, cover), tried(moved, best)
-        empty, kept = 1 - cover.data.double().mean().item(), recall(moved[0], moved[1], best).mean().item()
+        moved = q[:, at], k[:, at], v[:, at]
+        cover, best = meeting(near, at), top_k(*moved[:2], SIZE, blocks)
+        (cover_ms, one), (best_ms, two) = tried(*moved, cover), tried(*moved, best)
+        empty, kept = 1 - cover.data.double().mean().item(), recall(*moved[:2], best).mean().item()
         print(f"{name:8} neighbourhoods: {empty:.1%} of the blocks are empty, {cover_ms:.1f} ms")
         print(f"{name:8} top_k: keeps {kept:.1%} of the attention, {best_ms:.1f} ms")
         print(f"{name:8} differs from float64 by {max(one, two):.1e} at most", flush=True)
     start = time.perf_counter()
-    attend(*inputs)
+    attend(q, k, v)
     print(f"dense: {(time.perf_counter() - start) * 1e3:.1f} ms")
 
 
