@@ -327,12 +327,17 @@ def test_compiled_with_masks() -> None:
     assert graphs() == before + 1
 
 
-@pytest.mark.full
-def test_compiled_up_to_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lse and gradients, which the CPU kernel lacks, compiled with aot_eager."""
+def up_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile with aot_eager."""
     compile_with = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend="aot_eager", **options))
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *inputs: None)
+
+
+@pytest.mark.full
+def test_compiled_up_to_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lse and gradients, which the CPU kernel lacks."""
+    up_to_the_kernel(monkeypatch)
     plain = Case("traced", LONGNET, (2, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True)
     gate = Oracle.of(make(plain.problem(torch.float32, needs_grad=True)))
     with warnings.catch_warnings():
@@ -401,6 +406,17 @@ def test_kernels_are_of_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         flex.run(example.q, example.k, example.v, example.problem, **masks)
         assert flex.first_call_ms(example.problem) == 0
     assert len(compiler.functions) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", OF_DATA[1:4], ids=str)
+def test_compiled_with_data_up_to_the_cuda_kernel(form: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lse and gradients, likewise."""
+    up_to_the_kernel(monkeypatch)
+    gate = Oracle.of(hard_example(of_data(form, needs_grad=True, return_lse=True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert gate.check(gate.run(FLEX)).failures == ()
 
 
 @pytest.mark.full
