@@ -95,16 +95,25 @@ def workspace_bytes(problem: Problem) -> int:
     total += item * (sum(n for n, kind in zip((q, k, k), problem.strides) if kind[-1:] != "d") + q * grads)
     if grads:  # sums of every thread that has a key head, and their total
         total += 4 * passes.sums_apart(problem) or 8 * k * width * (1 + passes.threads_per_key_head(problem)) + item * k
+    if problem.bias or _cuts_tiles(problem):
+        total += copied_bytes(problem)
     if problem.bias:  # in float32, and its gradient before it is summed
         pairs = 4 * problem.q_len * problem.k_len
         total += pairs * (2 * math.prod(problem.bias) + problem.batch * problem.heads * problem.bias_needs_grad)
-        total += copied_bytes(problem)
     return total
+
+
+def _cuts_tiles(problem: Problem) -> bool:
+    """Whether a table's tiles hold queries that do not see its keys, which are read: padding, or by what blocks are
+    within.
+    """
+    within = getattr(problem.pattern, "within", Dense())
+    return isinstance(problem.pattern, Form) and (problem.has_seq_lens or within != Dense())
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor) -> Result:
     if isinstance(problem.pattern, Form):
-        if len(tensors) == 1 and not problem.needs_grad:
+        if len(tensors) == 1 and not problem.needs_grad and not _cuts_tiles(problem):
             found = data_tables.specialized(problem, tensors["pattern_data"], q, k, v)
             if found is not None:
                 return found(q, k, v, problem)
@@ -143,11 +152,8 @@ def _run(
         native = NativePasses(problem, parts[0], seen, lengths, wide, slopes, parts[1:])
     else:
         native = data_tables.passes_of(problem, tensors["pattern_data"], seen, lengths, wide, slopes)
-    # Masks and tables keep the kernel from reading keys. A bias does not; nor what blocks are within, nor padding: they
-    # leave some of a tile's queries, and the keys that these do not see are read.
-    cut = isinstance(problem.pattern, Form) and (
-        problem.has_seq_lens or getattr(problem.pattern, "within", Dense()) != Dense()
-    )
+    # Its masks keep the kernel from reading keys; a bias does not.
+    cut = _cuts_tiles(problem)
     hidden = Hidden.of(problem, tensors, pattern=cut, masked_keys=False) if cut or bias is not None else None
     call = native if hidden is None else hidden.around(native)
     if problem.needs_grad:

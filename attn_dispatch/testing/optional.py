@@ -34,7 +34,7 @@ PARTS = (0.5, -0.1, 1.1, 0.97, 0.001, 0.3, 0.2)  #: of the keys that rows have; 
 
 def problem_of_partial(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of which `partial` is asked as part of this one; None where it is not."""
-    odd = problem.score_terms or problem.dropout_p or isinstance(problem.pattern, Form)
+    odd = problem.score_terms or problem.dropout_p or problem.pattern.holds_data
     if backend.partial is None or problem.scale <= 0 or odd:
         return None
     part = replace(problem, return_lse=True, strides=CONTIGUOUS, has_seq_lens=False, has_key_mask=problem.masked)
@@ -123,7 +123,7 @@ def documents_failures(backend: Any, problem: Problem) -> list[str]:
 def problem_of_key_lens(backend: Backend, problem: Problem) -> Problem | None:
     """The problem of which `takes_key_lens` is asked for one like this; None where it is not, or is false."""
     rows = replace(problem, batch=len(PARTS), needs_grad=False, bias_needs_grad=False, has_seq_lens=False)
-    odd = problem.bias or problem.alibi_axes or problem.dropout_p  # slopes count from each row's end
+    odd = problem.bias or problem.alibi_axes or problem.dropout_p or problem.pattern.holds_data
     takes = None if odd or refusals_of(backend, rows) else backend.takes_key_lens
     return rows if takes is not None and takes(rows) else None
 

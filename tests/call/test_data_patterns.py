@@ -160,9 +160,6 @@ def test_traced() -> None:
         assert close(traced(*qkv(), AT), exact(*qkv(), make(AT)))
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(again: Callable[[Any], Any]) -> None:
     """Of tensors that were changed before: copies have other version counters."""
@@ -215,9 +212,6 @@ def test_problems_and_explanations() -> None:
         assert explain(*(x.to("meta") for x in qkv()), pattern).choice
         with pytest.raises(InvalidInput, match="must be on q's device cpu"):
             attend(*qkv(), pattern)
-
-
-# --- wrong arguments --------------------------------------------------------------------------------------------------
 
 
 def given(number: int, **arguments: Any) -> Callable[[], Any]:

@@ -30,11 +30,8 @@ from tests.support.pairwise import thinned
 pytestmark = pytest.mark.usefixtures("little_time")
 LISTS = BlocksForm((64, 64), "kv_heads", by_row=True, is_list=True, within=Dense(), density=-6)
 TABLE, RANGES = replace(LISTS, is_list=False), RangesForm(2, by_row=True)
+EACH, BY_HEAD = (LISTS, TABLE, RANGES), replace(TABLE, heads="heads")
 SIZES = ((64, 64), (16, 16), (128, 64), (128, 128), (256, 256), (17, 100), (512, 1024))
-
-
-class Table(Planted):
-    takes_data = True
 
 
 def asked(form: Pattern) -> Problem:
@@ -88,55 +85,43 @@ def read_on(v: Tensor, out: Tensor, lse: Tensor, problem: Any) -> Tensor:
     return out + (0 * beyond).sum().to(out.dtype)
 
 
-def all_read(v: Tensor, out: Tensor, lse: Tensor, problem: Any) -> Tensor:
-    return out + (0 * v.sum(1, keepdim=True)).repeat_interleave(problem.heads // problem.kv_heads, 2)
-
-
-def nan_without_keys(v: Tensor, out: Tensor, lse: Tensor, problem: Any) -> Tensor:
-    return torch.where((lse == -math.inf).mT[..., None], math.nan, out)
-
-
 FLAWS: dict[str, tuple[tuple[Pattern, ...], Callable[..., Result], str]] = {
-    "gradients at 64": ((LISTS, TABLE, RANGES), wrong_gradient, "dq is off by"),
+    "gradients at 64": (EACH, wrong_gradient, "dq is off by"),
     "no table": ((TABLE, LISTS), of_other_data(all_blocks), "out is off by"),
     "counted once": ((LISTS,), of_other_data(once), "lse is off by"),
     "table of head 0": ((LISTS, TABLE), of_other_data(lambda x: x[:, :1].expand_as(x)), "is off by"),
-    "table of another head": (
-        (LISTS, replace(TABLE, heads="heads")),
-        of_other_data(lambda x: x.roll(1, 1)),
-        "is off by",
-    ),
+    "table of another head": ((LISTS, BY_HEAD), of_other_data(lambda x: x.roll(1, 1)), "is off by"),
     "table of row 0": ((LISTS, TABLE), of_other_data(lambda x: x[:1].expand_as(x)), "is off by"),
     "ends at -1": ((LISTS,), of_other_data(lambda x: x.masked_fill((x == -1).cummax(-1).values, -1)), "is off by"),
     "list as a run": ((LISTS,), of_other_data(as_a_run), "is off by"),
     "last block read on": ((LISTS, TABLE), changed(read_on), "out has NaN"),
-    "NaN without keys": ((LISTS, TABLE, RANGES), changed(nan_without_keys), "out has NaN"),
-    "hidden keys read": (
-        (LISTS, TABLE, RANGES),
-        changed(all_read),
-        "NaN that is hidden, rows without keys: out has NaN",
+    "NaN without keys": (
+        EACH,
+        changed(lambda v, out, lse, _: torch.where((lse == -math.inf).mT[..., None], math.nan, out)),
+        "out has NaN",
     ),
+    "hidden keys read": (EACH, changed(lambda v, out, *_: out + 0 * v.sum()), "is hidden, rows without keys: out has"),
     "one interval": ((RANGES,), of_other_data(lambda x: x[:, :, :1]), "is off by"),
     "last key left out": ((RANGES,), of_other_data(lambda x: x - torch.tensor([0, 1]).view(2, 1, 1, 1)), "is off by"),
 }
 
 
 def planted(flaw: str) -> Iterator[Any]:
-    """The flaw in classes of problems; every run takes the first one."""
-    alike = not {"head", "row"} & set(flaw.split())  # it shows in a table that all heads and rows share, too
-    for number, (form, size) in enumerate(product(FLAWS[flaw][0], SIZES)):
-        found: list[Any] = [replace(form, size=size)] if isinstance(form, BlocksForm) else [form] * (size == SIZES[0])
-        found += [replace(each, heads="all", by_row=False) for each in found if alike and isinstance(each, BlocksForm)]
-        for place, each in enumerate(found):
-            marks = pytest.mark.full if number or place else ()
-            yield pytest.param(flaw, each, marks=marks, id=f"{flaw}: {each}")
+    """The flaw in classes of problems, of which every run takes the first."""
+    shared = {"heads": "all", "by_row": False}  # of which nobody can take another's
+    others = [{}] if {"head", "row"} & set(flaw.split()) else [{}, shared]
+    forms, blocks = FLAWS[flaw][0], [form for form in FLAWS[flaw][0] if isinstance(form, BlocksForm)]
+    found = [replace(form, size=size, **more) for form, size, more in product(blocks, SIZES, others)]
+    for number, each in enumerate([*found, *(form for form in forms if form is RANGES)]):
+        yield pytest.param(flaw, each, marks=[pytest.mark.full] * (number > 0), id=f"{flaw}: {each}")
 
 
 @pytest.mark.parametrize(("flaw", "form"), [each for flaw in FLAWS for each in planted(flaw)])
 def test_the_gate_refuses_by_name(flaw: str, form: Pattern) -> None:
     _, run, named = FLAWS[flaw]
     gate = Gate(asked(form), Request.of(asked(form)).address)
-    found = exhausted(gate.check_hard_cases(Candidate(Table(run), NATURAL, "1")))
+    (backend := Planted(run)).takes_data = True
+    found = exhausted(gate.check_hard_cases(Candidate(backend, NATURAL, "1")))
     assert found is not None
     assert (found.status, named in found.reason) == ("incorrect", True), found.reason
 
