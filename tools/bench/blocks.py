@@ -28,12 +28,12 @@ from tools.lib.tables import Table, direction, interval, megabytes, ms
 
 TAKES = "5 minutes"
 
-HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS = 4, 64, 8192, 2048
+HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS = 4, 64, 4096, 2048
 DENSITIES = (0.01, 0.03, 0.1, 0.3, 1.0)
 SIZES = (32, 64, 128, 256)  #: queries and keys of a block
 DTYPES = (torch.float32, torch.bfloat16)
 SPAN = 256  #: tokens of a span, which is followed by as many outside of one
-CELL_S, ROUNDS, MOST_ROUNDS = 2.0, 3, 50
+CELL_S, ROUNDS, MOST_ROUNDS = 1.0, 3, 50
 
 Call = Callable[[], Any]
 
