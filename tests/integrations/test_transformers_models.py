@@ -27,8 +27,6 @@ from tests.support.small_transformers import (
     using,
 )
 
-from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
-
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 
