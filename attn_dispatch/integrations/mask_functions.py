@@ -278,7 +278,7 @@ def _is_moved(x: Tensor, at: Tensor, by: int, k_len: int) -> bool:
 
 def _intervals(seen: Tensor, first_query: int) -> Tensor:
     """The first and last keys [2, batch, MOST_RUNS, queries] of the runs of each query; of none: 1 and 0."""
-    batch, q_len, k_len = seen.shape
+    batch, q_len, _ = seen.shape
     seen = seen[:1] if seen.stride(0) == 0 else seen
     edges = functional.pad(seen, (1, 1))
     rows, at = (edges[..., 1:] != edges[..., :-1]).flatten(0, 1).nonzero().unbind(1)

@@ -3,7 +3,7 @@
     import attn_dispatch.integrations.transformers
     model.set_attn_implementation("attn_dispatch")
 
-Masks are read and translated into patterns and key masks, never built and never dropped. What attend() has not is
+Masks are read and translated into patterns and key masks, never built whole and never dropped. What attend() has not is
 refused by name; with `register(fallback=True)` such masks are handed to PyTorch's attention as transformers does.
 
 Where a decoder's config has `attn_dispatch = {"segment_lengths": [...], "dilation_rates": [...]}`, its layers with full
@@ -113,8 +113,7 @@ def register(*, fallback: bool = False) -> None:
     """Register the implementation `attn_dispatch`.
 
     Args:
-        fallback: hand masks that are none of causal, window, chunks, padding and packed rows to PyTorch's attention,
-            instead of raising.
+        fallback: hand masks where a query sees more than three runs of keys to PyTorch's attention, instead of raising.
     """
     transformers.AttentionInterface.register(NAME, partial(attention, fallback=fallback))
     transformers.AttentionMaskInterface.register(NAME, partial(mask, fallback=fallback))
