@@ -140,6 +140,13 @@ def test_blocks_of_tables(q_len: int, k_len: int, side: tuple[int, int], size: i
         assert torch.equal(found.full[row], exact.full)
 
 
+def test_what_is_derived_of_a_list_is_of_its_pattern() -> None:
+    """Not of all patterns of the caller's tensor, which may have another size or window."""
+    lists = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
+    for number, pattern in enumerate([data.Blocks(lists, 4), data.Blocks(lists, 4, Window(0, 0))]):
+        assert data.derived(pattern.data, "number", lambda number=number: number) == number  # type: ignore[misc]
+
+
 def test_distinct_heads() -> None:
     """With a rate above the block size, or with heads="split", heads have different empty blocks."""
     assert distinct_heads(Dilated((1024,), (128,)), 8, 128) == 1

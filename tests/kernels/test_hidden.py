@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attn_dispatch.kernels import registry
+from attn_dispatch.dispatch import attend
+from attn_dispatch.kernels import hidden, registry
 from attn_dispatch.kernels.hidden import copied_bytes, unseen_keys
+from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -139,6 +141,31 @@ def test_hidden_tokens_never_matter(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("backend", ["manual", "sdpa", "sdpa_mask", "native", "tiles", "flex"])
 def test_without_gradients(backend: str) -> None:
     check(backend, MASKED[2], torch.float16, needs_grad=False)
+
+
+@pytest.mark.usefixtures("uncompiled_flex")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("backend", ["manual", "sdpa_mask", "native", "flex"])
+def test_keys_that_intervals_leave_out(backend: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked for once for a pattern, whatever hides others."""
+    first = torch.arange(20) // 5 * 5
+    pattern, searched = Ranges(first[None], first[None] + 3), list[Any]()  # all but every fifth
+    search = hidden.keys_hidden_together
+
+    def counted(*given: Any) -> Tensor:
+        searched.append(given)
+        return search(*given)
+
+    monkeypatch.setattr(hidden, "keys_hidden_together", counted)
+    q, k, v = (torch.randn(2, 20, 4, 8) for _ in range(3))
+    key_mask = torch.ones(2, 20, dtype=torch.bool).index_fill_(1, torch.tensor([1]), not masked)
+    expected = attend(q, k, v, pattern, key_mask=key_mask, backend="manual")
+    k[:, 4::5] = v[:, 4::5] = math.nan
+    k[:, 1], v[:, 1] = (x[:, 1].masked_fill(~key_mask[:, 1, None, None], math.nan) for x in (k, v))
+    for _ in range(2):
+        out = attend(q, k, v, pattern, key_mask=key_mask, backend=backend)
+        assert (out - expected).abs().max() < 1e-5
+    assert len(searched) <= 1
 
 
 @given(problems())
