@@ -29,7 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--key", metavar="PREFIX", default="", help="only decisions whose key starts with PREFIX")
     regret = "how much slower learned choices are than the best, by group"
     one.add_argument("--regret", action="store_true", help=regret)
-    one.add_argument("--thresholds", action="store_true", help="sequence lengths above which a token order is faster")
+    paying = "lengths above which a token order is faster; densities of masks below which skipping what is hidden is"
+    one.add_argument("--thresholds", action="store_true", help=paying)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ EXAMPLE = """examples:
   attn-dispatch profile --thresholds --grid 64,64 --window 13 --lengths 1k:64k --budget 300
       13 x 13 neighborhoods on grids of about 1024, 2048, .. 65536 tokens
   attn-dispatch profile --thresholds --blocks 64 --shape 1,8k,8,64 --backward both
-      masks that name blocks of 64 tokens, at densities from 1/100 to 1
+      masks that name blocks of 64 tokens, at densities from 1/90 to 1
   torchrun --nproc_per_node=4 -m attn_dispatch profile --lengths 32k:256k --sharded zigzag --causal
       over 4 ranks; without --sharded, each problem on one of them
   attn-dispatch profile --from problems.jsonl
