@@ -289,4 +289,4 @@ def _intervals(seen: Tensor, first_query: int) -> Tensor:
         raise Unreadable(f"query {query} sees {int(most)} runs of keys, where {MOST_RUNS} can be told")
     found = rows.new_tensor([1, 0])[:, None, None].repeat(1, len(counts), MOST_RUNS)
     found[:, rows, torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]] = ends
-    return found.unflatten(1, (len(seen), q_len)).transpose(2, 3).expand(-1, batch, -1, -1)
+    return found.reshape(2, len(seen), q_len, MOST_RUNS).transpose(2, 3).expand(-1, batch, -1, -1)

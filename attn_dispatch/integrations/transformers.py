@@ -172,7 +172,8 @@ def _keys(
     if size[2] == 1:
         seen = dense(q_length=1, q_offset=q_offset)[:, 0, 0]
         return Keys(Dense(), size, seen if key_mask is None else key_mask & seen)
-    return _evaluated(dense, size, key_mask, q_offset)
+    found: Keys = _evaluated(dense, size, key_mask, q_offset)
+    return found
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""Models whose masks are made of data, images and prefixes that see both ways: by intervals of keys, not by fallback."""
+"""Models whose masks are made of data, images and prefixes that see both ways: by intervals of keys, no fallback."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_dispatch import Ranges
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.integrations import mask_functions
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     LENGTH,
@@ -33,7 +34,7 @@ from attn_dispatch.integrations import transformers as integration  # isort: ski
 pytestmark = pytest.mark.usefixtures("short_trials")
 
 IMAGE = 98  #: the id of a token that stands for a part of an image
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 VISION |= {"image_size": 8, "patch_size": 4, "vision_use_head": False, "model_type": "siglip_vision_model"}
 GEMMA = {"image_token_index": IMAGE, "vision_config": VISION}
 #: Config, model, sizes.
@@ -57,7 +58,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 EXPERTS = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 16, "global_head_dim": 8}
 EXPERTS |= {"num_global_key_value_heads": 2}
-EYES = {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+EYES: dict[str, Any] = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+}
 EYES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
 CANVAS = {**SIZES, **WINDOWED, **EXPERTS, "use_bidirectional_attention": "vision"}
 IMAGES = [(8, 12), (14, 18)], [(2, 6), (8, 12)]  #: first and end of each, by row: none is padding
@@ -118,10 +124,11 @@ def test_intervals_that_are_wrong_by_one_are_seen(
     name: str, side: int, by: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By these tests."""
-    evaluated = integration.evaluated
 
     def moved(*args: Any) -> Any:
-        ends = list(evaluated(*args).data)
+        found = mask_functions.evaluated(*args)
+        assert isinstance(found, Ranges)
+        ends = list(found.data)
         ends[side] = ends[side] + by
         return Ranges(*ends)
 
@@ -133,8 +140,13 @@ def test_intervals_that_are_wrong_by_one_are_seen(
 
 def test_a_mask_is_read_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind, for all layers; not at all where one token follows."""
-    read, evaluated = list[tuple[int, ...]](), integration.evaluated
-    monkeypatch.setattr(integration, "evaluated", lambda *args: (read.append(args[1:]), evaluated(*args))[1])
+    read = list[tuple[int, ...]]()
+
+    def noted(*args: Any) -> Any:
+        read.append(args[1:])
+        return mask_functions.evaluated(*args)
+
+    monkeypatch.setattr(integration, "evaluated", noted)
     kind, model_class, sizes = MODELS["gemma3"]
     text = {**sizes["text_config"], "num_hidden_layers": 4, "layer_types": WINDOWED["layer_types"] * 2}
     model = using(made(kind, model_class, {**sizes, "text_config": text}), "attn_dispatch")
@@ -224,7 +236,7 @@ def test_chunks_in_any_place(padding: str, asked: list[str]) -> None:
     model, ids, mask = using(decoder("llama4"), "sdpa"), tokens(), padded(padding)
     whole = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     using(model, "attn_dispatch")
-    parts, cache = [], None
+    parts, cache = list[Tensor](), None
     for start, end in ((0, 11), (11, LENGTH)):
         seen = None if mask is None else mask[:, :end]
         found = model(ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True)
@@ -263,5 +275,6 @@ def test_masks_of_data_in_compiled_models(fresh_compiler: None, asked: list[str]
     model, inputs = made(*MODELS["hrm_text"]), inputs_of("hrm_text", "left") | {"use_cache": False}
     kept = inputs["attention_mask"].bool()
     expected = using(model, "sdpa")(**inputs).logits
-    found = torch.compile(using(model, "attn_dispatch"), backend="eager")(**inputs).logits
+    compiled: Any = torch.compile(using(model, "attn_dispatch"), backend="eager")
+    found = compiled(**inputs).logits
     assert_close(found[kept], expected[kept])

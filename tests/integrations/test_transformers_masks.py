@@ -160,6 +160,9 @@ def test_a_layer_that_lost_its_mask(asked: list[str]) -> None:
     assert asked == ["Window(left=2, right=0)"]
     with pytest.raises(InvalidInput, match="a window of 3 tokens got no mask"):
         layer(sliding_window=3, is_causal=False)
+    module, q, k, v = layer_and_tensors()
+    with pytest.raises(InvalidInput, match="a window of 3 tokens got no mask"):
+        integration.attention(module, q[:, :, :1], k, v, None, sliding_window=3)
 
 
 def test_masks_of_other_sizes(asked: list[str]) -> None:
