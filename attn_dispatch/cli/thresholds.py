@@ -75,7 +75,7 @@ def density_text(threshold: Threshold | None) -> str:
     if threshold is None:
         return f"needs more densities: {MIN_LENGTHS} at least"
     ends = threshold.tokens, threshold.low, threshold.high
-    at, low, high = (None if n is None else f"{100 * PER_DENSITY / n:.2g} %" for n in ends)
+    at, low, high = (None if n is None else f"{float(f'{100 * PER_DENSITY / n:.2g}'):g} %" for n in ends)
     if at is None:
         return f"never (down to {low} measured)"
     return f"up to {at}, the densest measured" if low is None else f"below {at} ({high} - {low})"

@@ -135,10 +135,10 @@ def passes_of(
         return NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0])
     found = list[NativePasses]()
     for row, made in enumerate(rows):
-        masks = (None if x is None else x[row : row + 1] for x in (seen, seq_lens))
-        own = bias if bias is None or len(bias) == 1 else bias[row : row + 1]
-        steep = slopes if slopes is None or slopes.ndim == 1 else slopes[row : row + 1]
-        found.append(NativePasses(inner, made.tables, *masks, own, steep, made=made))
+        own_seen, own_lens = (None if x is None else x[row : row + 1] for x in (seen, seq_lens))
+        own_bias = bias if bias is None or len(bias) == 1 else bias[row : row + 1]
+        own_slopes = slopes if slopes is None or slopes.ndim == 1 else slopes[row : row + 1]
+        found.append(NativePasses(inner, made.tables, own_seen, own_lens, own_bias, own_slopes, made=made))
     return ByRow(tuple(found), problem.bias[:1] == (1,))
 
 
@@ -150,13 +150,13 @@ class ByRow:
     shared: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        found = [row.forward(*each) for row, *each in zip(self.rows, *(x.split(1) for x in (q, k, v)))]
+        found = [row.forward(*each) for row, *each in zip(self.rows, *(torch.split(x, 1) for x in (q, k, v)))]
         out, lse = map(torch.cat, zip(*found))
         return out, lse
 
     def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        grads = ([None] * len(self.rows) if x is None else x.split(1) for x in (grad, grad_lse))
-        each = zip(self.rows, *grads, zip(*(x.split(1) for x in saved)))
+        grads = ([None] * len(self.rows) if x is None else torch.split(x, 1) for x in (grad, grad_lse))
+        each = zip(self.rows, *grads, zip(*(torch.split(x, 1) for x in saved)))
         found = [torch.cat(x) for x in zip(*(row.backward(*rest) for row, *rest in each))]
         return (*found[:3], *(x.sum(0, keepdim=True) if self.shared else x for x in found[3:]))
 
