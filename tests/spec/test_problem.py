@@ -63,7 +63,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"layout": "nbhd"}, "layout must be one of ('bnhd', 'bhnd'), got 'nbhd'"),
     "pattern-str": (
         {"pattern": "dense"},
-        "pattern must be one of Dense, Window, Dilated, Neighborhood, Reordered or None",
+        "pattern must be one of Dense, Window, Dilated, Neighborhood, Reordered, Ranges, Blocks or None",
     ),
     "pattern-and-causal": ({"pattern": Dense(), "is_causal": True}, "give pattern or the shorthands"),
     "segments-alone": ({"segment_lengths": (4,)}, "go together, but dilation_rates is None"),
