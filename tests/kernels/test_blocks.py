@@ -126,9 +126,7 @@ def test_blocks_of_intervals(q_len: int, k_len: int, intervals: int, size: int, 
     st.integers(1, 90), st.integers(1, 90), st.tuples(st.integers(1, 40), st.integers(1, 40)),
     st.sampled_from([1, 4, 16]), st.booleans(), st.integers(0, 2**20),
 )  # fmt: skip
-def test_blocks_of_tables(
-    q_len: int, k_len: int, side: tuple[int, int], size: int, listed: bool, seed: int
-) -> None:
+def test_blocks_of_tables(q_len: int, k_len: int, side: tuple[int, int], size: int, listed: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = 2, 3, -(-q_len // side[0]), -(-k_len // side[1])
     table = torch.rand(shape, generator=generator) < torch.rand((2, 1, 1, 1), generator=generator)
