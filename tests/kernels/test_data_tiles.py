@@ -127,7 +127,9 @@ def failures(module: Any, pattern: DataPattern, tile: int, **terms: Any) -> tupl
     """Of a call in which keys that no query sees hold NaN."""
     asked = replace(problem(pattern), **terms)
     example = make(asked)
-    seen = (multiplicity(pattern) > 0).any(2).unflatten(1, (asked.kv_heads, -1)).any(2).transpose(1, 2)
+    seen = (
+        (multiplicity(pattern) > 0).any(2).view(-1, asked.kv_heads, HEADS // asked.kv_heads, K).any(2).transpose(1, 2)
+    )
     with torch.no_grad():
         for x in (example.k, example.v):
             x[~seen.expand(ROWS, -1, -1)] = math.nan

@@ -56,7 +56,7 @@ def _share(problem: Problem, tile: int) -> float:
     """Estimated share of the tile pairs that a pattern's tensors see; of blocks it is the most at their density."""
     form = problem.pattern
     assert isinstance(form, Form)
-    share = 2.0 ** ((form.density or 0) / 2)
+    share = math.exp2((form.density or 0) / 2)
     for side, length in _blocks(problem):
         tiles = -(-side // tile) + (side % tile > 0 and tile % side > 0)  # of a block
         share *= -(-length // side) * tiles / -(-length // tile)

@@ -195,12 +195,12 @@ def _of_blocks(
     counts: Tensor, pattern: Blocks, q_pos: Tensor, k_pos: Tensor, problem: Problem, dtype: torch.dtype
 ) -> Iterator[TileTable]:
     """The tables of a row of the batch, of counts [tables, q blocks, k blocks]."""
-    sizes, group = (problem.q_len, problem.k_len), problem.heads // len(counts)
-    tokens, blocks = tuple(map(torch.arange, sizes)), (q_pos // pattern.size[0], k_pos // pattern.size[1])
+    q_len, k_len, group = problem.q_len, problem.k_len, problem.heads // len(counts)
+    blocks = q_pos // pattern.size[0], k_pos // pattern.size[1]
     for first, table in zip(range(0, problem.heads, group), counts):
         for own, offsets in head_classes(pattern.within, problem.heads, range(first, first + group)):
-            reaches = pattern.within.reaches(*tokens, *sizes, offsets)
-            branches = tuple(Branch.of(reach, q_pos, k_pos, problem.k_len) for reach in reaches)
+            reaches = pattern.within.reaches(torch.arange(q_len), torch.arange(k_len), q_len, k_len, offsets)
+            branches = tuple(Branch.of(reach, q_pos, k_pos, k_len) for reach in reaches)
             fits = not table.numel() or int(table.max()) * len(branches) <= MAX_BRANCHES
             times = TileBlocks(table.to(torch.uint8 if fits else torch.int32), *blocks)
             yield _table(range(own.start + first, own.stop + first, own.step), branches, q_pos, k_pos, dtype, times)
