@@ -37,7 +37,7 @@ class Form(Pattern):
     density: int | None
 
     @abstractmethod
-    def bound(self, data: Tensor) -> DataPattern:
+    def bound(self, data: Tensor) -> DataPattern:  # type: ignore[override]
         """The pattern of these tensors."""
 
     def _counts(self, *_: Any) -> NoReturn:
@@ -163,7 +163,7 @@ class RangesForm(Form):
         boolean("by_row", self.by_row)
         _check_density(self.density)
 
-    def bound(self, data: Tensor) -> Ranges:
+    def bound(self, data: Tensor) -> Ranges:  # type: ignore[override]
         found = object.__new__(Ranges)
         found._hold(data)
         return found
@@ -294,7 +294,7 @@ class BlocksForm(Form):
         _check_within(self.within)
         _check_density(self.density)
 
-    def bound(self, data: Tensor) -> Blocks:
+    def bound(self, data: Tensor) -> Blocks:  # type: ignore[override]
         found = object.__new__(Blocks)
         found.size, found.within = self.size, self.within
         found._hold(data)
@@ -414,9 +414,10 @@ def _check_integers(name: str, x: object, axes: tuple[int, ...], shape: str, *mo
     import torch
 
     kinds = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, *more
-    dense = isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
-    if not dense or x.dtype not in kinds or x.ndim not in axes:
-        got = f"{list(x.shape)} of {x.dtype}" if dense else type(x).__name__
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.is_nested:
+        raise InvalidInput(f"{name} must be an integer tensor {shape}, got {type(x).__name__}")
+    if x.dtype not in kinds or x.ndim not in axes:
+        got = f"{list(x.shape)} of {x.dtype}"
         raise InvalidInput(f"{name} must be an integer tensor {shape}, got {got}")
 
 

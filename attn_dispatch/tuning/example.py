@@ -155,16 +155,17 @@ def pattern_data(
         hides: whether there are keys that no query sees.
     """
     form = problem.pattern
+    given = problem, generator
     if isinstance(form, RangesForm):
-        found = _hard_intervals if hard else _intervals
+        found = _hard_intervals(form, *given, hides) if hard else _intervals(form, *given)
     elif isinstance(form, BlocksForm):
-        found = _hard_block_table if hard else _block_table
+        found = _hard_block_table(form, *given, hides) if hard else _block_table(form, *given)
     else:
         return {}
-    return {"pattern_data": found(problem, form, generator, *([hides] if hard else [])).to(problem.device)}
+    return {"pattern_data": found.to(problem.device)}
 
 
-def _hard_intervals(problem: Problem, form: RangesForm, generator: torch.Generator, hides: bool) -> Tensor:
+def _hard_intervals(form: RangesForm, problem: Problem, generator: torch.Generator, hides: bool) -> Tensor:
     """Each half of the queries sees keys of a half of them; with `hides`, no query sees those between."""
     shape = problem.batch if form.by_row else 1, form.intervals, problem.q_len
     later = torch.arange(problem.q_len) * 2 >= max(2, problem.q_len)
@@ -182,7 +183,7 @@ def _hard_intervals(problem: Problem, form: RangesForm, generator: torch.Generat
     return torch.stack([first, last]).int()
 
 
-def _intervals(problem: Problem, form: RangesForm, generator: torch.Generator) -> Tensor:
+def _intervals(form: RangesForm, problem: Problem, generator: torch.Generator) -> Tensor:
     """As of spans beside a window: what neighbouring queries see begins or ends at the same keys."""
     shape = problem.batch if form.by_row else 1, form.intervals, problem.q_len
     share = 2 ** ((form.density or 0) / 2) / form.intervals
@@ -199,7 +200,7 @@ def _table_shape(problem: Problem, form: BlocksForm) -> tuple[int, int, int, int
     return problem.batch if form.by_row else 1, tables, rows, columns
 
 
-def _hard_block_table(problem: Problem, form: BlocksForm, generator: torch.Generator, hides: bool) -> Tensor:
+def _hard_block_table(form: BlocksForm, problem: Problem, generator: torch.Generator, hides: bool) -> Tensor:
     """Neighbouring heads see opposite blocks; lists are not in order, and have the last of their blocks twice."""
     *_, rows, columns = shape = _table_shape(problem, form)
     table = torch.rand(shape, generator=generator) < 0.5
@@ -215,7 +216,7 @@ def _hard_block_table(problem: Problem, form: BlocksForm, generator: torch.Gener
     return torch.cat([lists, lists.amax(-1, keepdim=True)], -1).int()
 
 
-def _block_table(problem: Problem, form: BlocksForm, generator: torch.Generator) -> Tensor:
+def _block_table(form: BlocksForm, problem: Problem, generator: torch.Generator) -> Tensor:
     shape, share = _table_shape(problem, form), 2 ** ((form.density or 0) / 2)
     drawn = torch.rand(shape, generator=generator)
     return drawn.argsort(-1)[..., : max(1, round(share * shape[3]))].int() if form.is_list else drawn < share

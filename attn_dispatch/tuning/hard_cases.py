@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.kernels.hidden import Hidden, keys_hidden_together, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.spec.data import BlocksForm, Form
+from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -99,7 +99,7 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
     k_len = k_len or q_len
     pattern = fitted(problem.pattern, k_len if _places_queries(problem.pattern) else q_len)
-    if isinstance(pattern, Form):
+    if isinstance(pattern, RangesForm | BlocksForm):
         pattern = replace(pattern, by_row=pattern.by_row and batch > 1)
     if isinstance(pattern, BlocksForm):
         q_len, k_len = _several_blocks(pattern.size, q_len, k_len)
@@ -154,9 +154,9 @@ def fitted(pattern: Pattern, length: int) -> Pattern:
     if isinstance(pattern, Neighborhood):
         return _neighborhood(pattern, length)
     if isinstance(pattern, BlocksForm):
-        size = tuple(n >> max(0, ((n - 1) // LARGEST_BLOCK).bit_length()) for n in pattern.size)
-        pattern = replace(pattern, size=size, within=fitted(pattern.within, length))
-    if isinstance(pattern, Form):  # problems of all densities share the cases
+        rows, columns = (n >> ((n - 1) // LARGEST_BLOCK).bit_length() for n in pattern.size)
+        pattern = replace(pattern, size=(rows, columns), within=fitted(pattern.within, length))
+    if isinstance(pattern, RangesForm | BlocksForm):  # problems of all densities share the cases
         return replace(pattern, density=DENSITY)
     return replace(pattern, pattern=fitted(pattern.pattern, length)) if isinstance(pattern, Reordered) else pattern
 
