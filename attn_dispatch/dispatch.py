@@ -70,8 +70,8 @@ def attend(
         q: [batch, q_len, heads, head_dim], float16, bfloat16, float32 or float64; any strides.
         k, v: [batch, k_len, kv_heads, head_dim]; kv_heads divides heads. v may have another head_dim, which out then
             has too.
-        pattern: `Dense`, `Window`, `Dilated`, `Neighborhood`, or `Reordered` around one; `Ranges` or `Blocks`, which hold
-            tensors; or use the shorthands below, not both.
+        pattern: `Dense`, `Window`, `Dilated`, `Neighborhood`, or `Reordered` around one; `Ranges` or `Blocks`, which
+            hold tensors; or use the shorthands below, not both.
         segment_lengths, dilation_rates: tokens per segment and rate of each branch of `Dilated`.
         is_causal: mask keys after the query; the last query is aligned with the last key (`alignment`).
         seq_lens: [batch] int32 or int64: tokens from a row's length on are padding.

@@ -125,8 +125,8 @@ class Backend:
         Args:
             q: [batch, q_len, heads, head_dim]; any strides. k, v: [batch, k_len, kv_heads, head_dim].
             problem: the checked call without its data.
-            tensors: `seq_lens`, `key_mask`, `bias`, `alibi_slopes`, `pattern_data`, where the problem has them; `order=`,
-                where it is not the natural one.
+            tensors: `seq_lens`, `key_mask`, `bias`, `alibi_slopes`, `pattern_data`, where the problem has them;
+                `order=`, where it is not the natural one.
 
         Returns:
             out as q, or (out, lse) with lse [batch, heads, q_len] in float32 (float64 for float64 inputs). lse is

@@ -185,9 +185,9 @@ def test_title_and_dict() -> None:
             "pattern must be a pattern without tensors",
         ),
         (
-            lambda: Reordered("hilbert", GRID),
+            lambda: Reordered("hilbert", GRID),  # type: ignore[arg-type]
             "pattern must be a pattern without tensors, in natural order, got 'hilbert'",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: Reordered(GRID, "hilbert").check(15, 15), "grid (4, 4) holds 16 tokens, but the sequence has 15"),
         (lambda: Reordered(Dense(), "hilbert").check(4, 5), "Reordered needs q_len == k_len, got 4 and 5"),
     ],
