@@ -40,7 +40,12 @@ def decided_once(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls for which a route is made."""
     found: list[Any] = []
     new = routes.new_route
-    monkeypatch.setattr("attn_dispatch.dispatch.new_route", lambda call, key: found.append(call) or new(call, key))
+
+    def noted(call: Any, key: Any) -> Any:
+        found.append(call)
+        return new(call, key)
+
+    monkeypatch.setattr("attn_dispatch.dispatch.new_route", noted)
     routes.routes.clear()
     return found
 
@@ -53,7 +58,7 @@ def test_a_route_serves_all_tensors_of_a_form(name: str, backend: str, decided_o
         for _ in range(2):
             pattern = PATTERNS[name]()  # others with the same facts
             found = attend(q, k, v, pattern, layout=layout, backend=backend)
-            exact = attend(*(x.double() for x in (Q, K, V)), pattern, backend="manual")
+            exact = attend(Q.double(), K.double(), V.double(), pattern, backend="manual")
             assert close(found if layout == "bnhd" else found.transpose(1, 2), exact)
     assert len(decided_once) == 3  # one for each layout, and one in float64
     assert not any(isinstance(x, DataPattern) for key in routes.routes for x in key)
