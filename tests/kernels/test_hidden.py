@@ -145,18 +145,18 @@ def test_without_gradients(backend: str) -> None:
 
 @pytest.mark.usefixtures("uncompiled_flex")
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("backend", ["manual", "sdpa_mask", "native", "flex"])
+@pytest.mark.parametrize("backend", ["manual", "sdpa_mask", "native", "tiles", "flex"])
 def test_keys_that_intervals_leave_out(backend: str, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are looked for once for a pattern, whatever hides others."""
     first = torch.arange(20) // 5 * 5
     pattern, searched = Ranges(first[None], first[None] + 3), list[Any]()  # all but every fifth
-    search = hidden.keys_hidden_together
+    search = hidden._hidden_together
 
-    def counted(*given: Any) -> Tensor | None:
+    def counted(*given: Any) -> Tensor:
         searched.append(given)
         return search(*given)
 
-    monkeypatch.setattr(hidden, "keys_hidden_together", counted)
+    monkeypatch.setattr(hidden, "_hidden_together", counted)
     q, k, v = (torch.randn(2, 20, 4, 8) for _ in range(3))
     key_mask = torch.ones(2, 20, dtype=torch.bool).index_fill_(1, torch.tensor([1]), not masked)
     expected = attend(q, k, v, pattern, key_mask=key_mask, backend="manual")
