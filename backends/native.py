@@ -149,5 +149,6 @@ def _run(
     call = native if hidden is None else hidden.around(native)
     if problem.needs_grad:
         return differentiable(q, k, v, call, (bias, seen, lengths, slopes, tensors.get("pattern_data")))
-    plain = isinstance(call, NativePasses) and not problem.return_lse
-    return call.out(q, k, v, None) if plain else call.forward(q, k, v)
+    if isinstance(call, NativePasses) and not problem.return_lse:
+        return call.out(q, k, v, None)
+    return call.forward(q, k, v)

@@ -243,12 +243,12 @@ class Ranges(DataPattern):
 
     def _seen_share(self, k_len: int) -> Tensor:
         first, last = self.data.long()
-        keys = last.clamp(max=k_len - 1) - first.clamp(min=0) + 1
+        keys: Tensor = last.clamp(max=k_len - 1) - first.clamp(min=0) + 1
         return keys.clamp(min=0).sum() / max(1, keys[:, 0].numel() * k_len)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         first, last = self.data[..., q_pos, None]
-        seen = ((first <= k_pos) & (k_pos <= last)).sum(1, keepdim=True)
+        seen: Tensor = ((first <= k_pos) & (k_pos <= last)).sum(1, keepdim=True)
         return seen if len(seen) > 1 else seen[0]
 
     def __repr__(self) -> str:
