@@ -109,7 +109,7 @@ FLAWS: dict[str, tuple[tuple[Pattern, ...], Callable[..., Result], str]] = {
 def planted(flaw: str) -> Iterator[Any]:
     """The flaw in classes of problems, of which every run takes the first."""
     shared: dict[str, Any] = {"heads": "all", "by_row": False}  # of which nobody can take another's
-    others = [{}] if {"head", "row"} & set(flaw.split()) else [{}, shared]
+    others: list[dict[str, Any]] = [{}] if {"head", "row"} & set(flaw.split()) else [{}, shared]
     forms, blocks = FLAWS[flaw][0], [form for form in FLAWS[flaw][0] if isinstance(form, BlocksForm)]
     found = [replace(form, size=size, **more) for form, size, more in product(blocks, SIZES, others)]
     for number, each in enumerate([*found, *(form for form in forms if form is RANGES)]):
