@@ -239,7 +239,7 @@ def _of_ranges(data: Tensor, sizes: Sizes) -> tuple[Runs, Runs]:
         for tile, key, count, lanes in _stretches(begins.view(-1, TILE), ends.view(-1, TILE)):
             long = (count >= LONG) | (tile == short)
             runs.append((tile[long], key[long], count[long], lanes[long]))
-            listed.append(_one_by_one(*(x[~long] for x in (tile, key, count, lanes)), interval))
+            listed.append(_one_by_one(tile[~long], key[~long], count[~long], lanes[~long], interval))
     tile, key, count, lanes = (torch.cat(each) for each in zip(*runs))
     lanes = _packed(lanes[:, None], sizes) if sizes.packed_heads > 1 else lanes
     low, high = torch.full_like(key, -OPEN), torch.full_like(key, OPEN)
