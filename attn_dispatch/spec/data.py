@@ -40,7 +40,7 @@ class Form(Pattern):
     def bound(self, data: Tensor) -> DataPattern:  # type: ignore[override]
         """The pattern of these tensors."""
 
-    def _counts(self, *_: Any) -> NoReturn:
+    def _counts(self, *_: Any) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise TypeError(f"{self} is a form: bound() makes a pattern of it")
 
     def pairs(self, q_len: int, k_len: int, offsets: Offsets) -> int:

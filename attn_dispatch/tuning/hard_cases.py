@@ -122,7 +122,7 @@ def _inner(pattern: Pattern) -> Pattern:
 def _several_blocks(size: tuple[int, int], q_len: int, k_len: int) -> tuple[int, int]:
     """Lengths of two blocks or more, but for a single query; equal ones stay equal."""
     if q_len == k_len:
-        size = (max(size),) * 2
+        size = max(size), max(size)
     q_len, k_len = (n if n == 1 or n > block else n + block for n, block in zip((q_len, k_len), size))
     return q_len, k_len
 

@@ -372,7 +372,7 @@ def hard_example(of: Problem, seed: int = 0) -> Example:
 
 
 class Unknown(Pattern):
-    def _counts(self, *arguments: Any) -> torch.Tensor:
+    def _counts(self, *arguments: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise AssertionError
 
 

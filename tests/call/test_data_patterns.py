@@ -245,8 +245,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Ranges.spans(AT, left=-1), "left must be None or an integer >= 0"),
     (lambda: Ranges.spans(AT, 1), "is_causal must be True or False"),  # type: ignore[arg-type]
     *((lambda x=x: Blocks(x, 8), "table must be an integer") for x in (TABLE.float(), TABLE.to_sparse(), TABLE[0])),
-    *((lambda x=x: Blocks(TABLE, x), "size must be an integer") for x in (0, -1, 8.0, True, (8, 8, 8), (8, 0))),
-    *((lambda x=x: Blocks(TABLE, 8, x), "within must be a pattern without tensors") for x in ("causal", *patterns())),
+    *(
+        (lambda x=x: Blocks(TABLE, x), "size must be an integer")
+        for x in list[Any]([0, -1, 8.0, True, (8, 8, 8), (8, 0)])
+    ),
+    *(
+        (lambda x=x: Blocks(TABLE, 8, x), "within must be a pattern without tensors")
+        for x in list[Any](["causal", *patterns()])
+    ),
     (lambda: Blocks(TABLE, 8, Reordered(Neighborhood((4, 8), (3, 3)), "hilbert")), "within must be a pattern"),
     (lambda: Blocks(TABLE, 8, Neighborhood((4, 4), (3, 3))), r"grid \(4, 4\) holds 16 tokens"),
     (lambda: Reordered(patterns()[0], "hilbert"), "pattern must hold no tensors"),

@@ -71,6 +71,10 @@ DATA = {
     "blocks of queries": Case("", replace(BLOCKS, size=(3, 5), within=Dense()), (1, 8, 4, 16), k_len=LONG, kv_heads=1),
     "a whole tile": Case("", replace(BLOCKS, size=(5, 64)), (1, 16, 8, 16), k_len=LONG, kv_heads=2),
     "tiles of a vector": Case("", replace(BLOCKS, size=(16, 16), density=-6), (1, 200, 8, 16), k_len=LONG, kv_heads=2),
+    "listed keys": Case("", replace(BLOCKS, size=(64, 32), within=Dense()), (1, 200, 4, 16), k_len=LONG, kv_heads=2),
+    "listed keys of half a tile": Case(
+        "", replace(BLOCKS, size=(32, 16), within=Dense(), density=-7), (1, 290, 4, 16), k_len=LONG, kv_heads=2
+    ),
     "heads by themselves": Case("", BLOCKS, (1, 5, 4, 16), k_len=LONG),
     "intervals": Case("", RangesForm(2, False, -2), (2, 5, 8, 16), k_len=LONG, kv_heads=2),
     "intervals of rows": Case("", RangesForm(3, True, -2), (2, 1, 6, 16), k_len=LONG, kv_heads=6),

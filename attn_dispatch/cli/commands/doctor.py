@@ -64,7 +64,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     """The processors and the software, tables of devices, backends and what is excluded, then the state."""
     from attn_dispatch.machine.hardware import hardware
 
-    found, devices, backends = hardware(), [DEVICES], [BACKENDS]
+    found, devices, backends = hardware(), list[Sequence[str]]([DEVICES]), list[Sequence[str]]([BACKENDS])
     about = [*str(found).splitlines(), f"torch {found.torch}, CUDA {found.cuda or 'none'}"]
     for each in report["devices"]:
         about += [f"{each['device']} cannot be used: {each['unusable']}"] if each["unusable"] else []
@@ -81,7 +81,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
 
 def _excluded(name: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """A table of entries, or that there are none."""
-    rows = [(name, *ENTRY_HEAD)]
+    rows: list[Sequence[str]] = [(name, *ENTRY_HEAD)]
     for each in entries:
         what = each["backend"], each["version"] or "-", each["kind"], each["scope"] or "all"
         end = "lifted" if each["until"] is None else shown_time(each["until"])

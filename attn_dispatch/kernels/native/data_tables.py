@@ -34,6 +34,9 @@ from attn_dispatch.spec.tracing import make_plain
 
 LONG = 24  #: keys in a row from which a run of their own is faster than a list
 FEW = 16  #: queries of a tile up to which the kernel takes no listed keys, FEW in attention/vectors.h
+AT_A_TIME = 192  #: keys, KEYS in attention/vectors.h: lists of fewer in a row are computed so many at a time
+MOST_LISTED = 2**22  #: keys of blocks
+LISTED_BYTES = 120  #: of a listed key, while the tables are made
 COSTS = {TILE: 1.0, TILE // 2: 1.25, TILE // 4: 1.5}  #: of a query and key, by queries of a tile: a vector at least
 AT_ONCE = 2**25  #: entries of a temporary table
 
@@ -61,7 +64,7 @@ def _tables(pattern: DataPattern, row: int, sizes: Sizes) -> NativeTables:
     if sizes.packed_heads == 1:
         sizes = sizes._replace(tile=_tile_of(counts, pattern.size[0], sizes.q_len))
     tables = min(len(counts), sizes.heads // sizes.packed_heads)
-    return _joined(_of_blocks(counts, pattern.size, sizes, bands), None, tables, sizes)
+    return _joined(*_of_blocks(counts, pattern.size, sizes, bands), tables, sizes)
 
 
 def interval_tables(intervals: Sequence[Tensor], k_len: int, heads: int) -> NativeTables:
@@ -169,6 +172,7 @@ def table_bytes(problem: Problem) -> int:
         tiles = tiles if form.size[0] % TILE == 0 else -(-problem.q_len // min(COSTS))
         tables = problem.heads if form.heads == "heads" else problem.kv_heads if form.heads == "kv_heads" else 1
         per_row = 24 * 8 * tables * tiles * -(-problem.k_len // form.size[1])
+        per_row += LISTED_BYTES * min(MOST_LISTED, tables * tiles * problem.k_len) * (form.size[1] < AT_A_TIME)
     else:
         assert isinstance(form, RangesForm)
         # Edges of intervals, and in the worst case a list of all keys.
@@ -246,17 +250,20 @@ def _of_ranges(data: Tensor, sizes: Sizes) -> tuple[Runs, Runs]:
         for tile, key, count, lanes in _stretches(begins.view(-1, TILE), ends.view(-1, TILE)):
             long = (count >= LONG) | (tile == short)
             runs.append((tile[long], key[long], count[long], lanes[long]))
-            rest, each = (~long).nonzero()[:, 0], count[~long]
-            start = torch.repeat_interleave(key[rest] - (each.cumsum(0) - each), each)
-            keys = start + torch.arange(int(each.sum()))
-            at_keys = (x[rest].repeat_interleave(each) for x in (tile, lanes))
-            listed.append((next(at_keys), keys, next(at_keys), torch.full_like(keys, interval)))
+            listed.append(_one_by_one(tile[~long], key[~long], count[~long], lanes[~long], interval))
     tile, key, count, lanes = (torch.cat(each) for each in zip(*runs))
     lanes = _packed(lanes[:, None], sizes) if sizes.packed_heads > 1 else lanes
     low, high = torch.full_like(key, -OPEN), torch.full_like(key, OPEN)
     order = tile.argsort(stable=True)
     found = tuple(x[order] for x in (tile, key, count, low, high, lanes))
     return found, tuple(torch.cat(each) for each in zip(*listed))
+
+
+def _one_by_one(tile: Tensor, key: Tensor, count: Tensor, lanes: Tensor, interval: int) -> Runs:
+    """The keys of runs, listed."""
+    keys = torch.repeat_interleave(key - (count.cumsum(0) - count), count)
+    keys = keys + torch.arange(len(keys))
+    return tile.repeat_interleave(count), keys, lanes.repeat_interleave(count), torch.full_like(keys, interval)
 
 
 def _stretches(begins: Tensor, ends: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -285,12 +292,13 @@ def _tile_of(counts: Tensor, qb: int, q_len: int) -> int:
     return min(COSTS, key=cost)
 
 
-def _of_blocks(counts: Tensor, size: tuple[int, int], sizes: Sizes, bands: Sequence[Band]) -> Runs:
-    """Runs of blocks that are seen `counts` [tables, q blocks, k blocks] times, each cut by these bands."""
+def _of_blocks(counts: Tensor, size: tuple[int, int], sizes: Sizes, bands: Sequence[Band]) -> tuple[Runs, Runs]:
+    """Runs and listed keys of blocks seen `counts` [tables, q blocks, k blocks] times, each cut by these bands."""
     (qb, kb), (q_len, k_len, heads, packed_heads, size_of_tile) = size, sizes
     each = -(-q_len // size_of_tile)
     query = torch.arange(each * size_of_tile).clamp(max=q_len - 1).view(each, size_of_tile)
-    block, found = query // qb, list[tuple[Tensor, ...]]()
+    block, found, listed = query // qb, list[tuple[Tensor, ...]](), list[Runs]()
+    tiny = each - 1 if (q_len - 1) % size_of_tile < FEW else -1  # a last tile that takes no listed keys
     for times in range(1, int(counts.max()) + 1 if counts.numel() else 1):
         seen = counts >= times
         lanes = torch.zeros(len(counts), each, counts.shape[2], dtype=torch.int64)
@@ -313,9 +321,15 @@ def _of_blocks(counts: Tensor, size: tuple[int, int], sizes: Sizes, bands: Seque
         for band in bands:
             end = stop if band.stop is None else stop.clamp(max=band.stop)
             there = end > key
+            few = there & (end - key < AT_A_TIME) & (tile % each != tiny)
+            lists = band.low is None and band.high is None and q_len > TILE and size_of_tile > FEW
+            if lists and int((end - key)[few].sum()) <= MOST_LISTED:
+                listed.append(_one_by_one(tile[few], key[few], (end - key)[few], own[few], len(listed)))
+                there &= ~few
             low = torch.full_like(key, -OPEN if band.low is None else band.low)
             high = torch.full_like(key, OPEN if band.high is None else band.high)
             found.append(tuple(x[there] for x in (tile, key, end - key, low, high, own)))
     tile, *rest = (torch.cat(x) for x in zip(*found)) if found else torch.zeros(6, 0, dtype=torch.int64)
     order = tile.argsort(stable=True)
-    return (tile[order], *(x[order] for x in rest))
+    keys = tuple(torch.cat(x) for x in zip(*listed)) if listed else tuple(torch.zeros(4, 0, dtype=torch.int64))
+    return (tile[order], *(x[order] for x in rest)), keys

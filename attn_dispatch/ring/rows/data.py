@@ -70,7 +70,7 @@ class Held(Pattern):
     def to_dict(self) -> dict[str, Any]:
         return self.form.to_dict()
 
-    def _counts(self, *args: Any) -> Tensor:
+    def _counts(self, *args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.whole._counts(*args)
 
     def intervals(self, queries: Tensor, length: int, offsets: Offsets) -> Tensor:
