@@ -172,7 +172,7 @@ def _keys(
     if size[2] == 1:
         seen: Tensor = dense(q_length=1, q_offset=q_offset)[:, 0, 0]
         return Keys(Dense(), size, seen if key_mask is None else key_mask & seen)
-    found: Keys = _evaluated(dense, size, key_mask, q_offset)
+    found: Keys = _evaluated(dense, size, key_mask, q_offset)  # pyright: ignore[reportCallIssue]
     return found
 
 

@@ -272,7 +272,8 @@ def test_dilated_layers_have_no_masks_of_data(asked: list[str]) -> None:
 @torch.no_grad()
 def test_masks_of_data_in_compiled_models(fresh_compiler: None, asked: list[str]) -> None:
     """Their values are read between the graphs."""
-    model, inputs = made(*MODELS["hrm_text"]), inputs_of("hrm_text", "left") | {"use_cache": False}
+    inputs: dict[str, Any] = {**inputs_of("hrm_text", "left"), "use_cache": False}
+    model = made(*MODELS["hrm_text"])
     kept = inputs["attention_mask"].bool()
     expected = using(model, "sdpa")(**inputs).logits
     compiled: Any = torch.compile(using(model, "attn_dispatch"), backend="eager")
