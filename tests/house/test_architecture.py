@@ -52,28 +52,28 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: Lines that a room may have, C++ and the report's page included. It is raised with a capability alone; whoever adds
 #: lines for anything else takes others away.
 LINES = {
-    "api": 720,
-    "backends": 1960,
+    "api": 925,
+    "backends": 2045,
     "base": 300,
-    "calls": 1010,
-    "cli": 3000,
+    "calls": 1095,
+    "cli": 3020,
     "compat": 510,
     "decisions": 2300,
-    "entry": 110,
-    "integrations": 1330,
-    "kernels": 9640,  # with parts that two backends share
+    "entry": 115,
+    "integrations": 1410,
+    "kernels": 10600,  # with parts that two backends share
     "learning": 970,
     "machine": 1020,
     "nn": 1585,
     "profiles": 10,
-    "ring": 3700,
-    "spec": 2380,
+    "ring": 3960,
+    "spec": 2850,
     "store": 1500,
-    "testing": 875,
-    "tuning": 3660,
+    "testing": 910,
+    "tuning": 3780,
 }
-BESIDE = {"tests": 35_000, "tools": 6500}  #: the same for the folders beside the package
-PACKAGE = 36_500  #: lines of all rooms together
+BESIDE = {"tests": 36_800, "tools": 6600}  #: the same for the folders beside the package
+PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
