@@ -306,6 +306,10 @@ class BlocksForm(Form):
     def check(self, q_len: int, k_len: int) -> None:
         self.within.check(q_len, k_len)
 
+    def lengthened(self, length: int, longer: int) -> BlocksForm | None:
+        within = self.within.lengthened(length, longer)
+        return None if within is None else replace(self, within=within)
+
     def of_heads(self, first_head: int, all_heads: int) -> BlocksForm:
         return replace(self, within=self.within.of_heads(first_head, all_heads))
 

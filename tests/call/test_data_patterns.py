@@ -256,7 +256,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Blocks(TABLE, 8, Reordered(Neighborhood((4, 8), (3, 3)), "hilbert")), "within must be a pattern"),
     (lambda: Blocks(TABLE, 8, Neighborhood((4, 4), (3, 3))), r"grid \(4, 4\) holds 16 tokens"),
     (lambda: Reordered(patterns()[0], "hilbert"), "pattern must hold no tensors"),
-    *((lambda x=x: Blocks(x, 8), "must have .* tables") for x in (TABLE.expand(3, 2, 4, 4), TABLE[:, [0, 1, 1]])),
+    *(
+        (lambda x=x: Blocks(x, 8), "table of Blocks must have shape .* by batch and heads")
+        for x in (TABLE.expand(3, 2, 4, 4), TABLE[:, [0, 1, 1]])
+    ),
     *((lambda x=x: Blocks(x, 8), "table of Blocks must have shape") for x in (TABLE[:, :, 1:], TABLE[..., 1:])),
     *((lambda n=n: Blocks(LISTS + n, 8), r"must have entries in -1\.\.3") for n in (3, -1, 2**32)),
     (given(0, key_lens=LENS + 1), r"key_lens must lie in 0\.\.32"),

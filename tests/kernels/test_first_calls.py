@@ -86,7 +86,7 @@ def test_a_call_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = SimpleNamespace(around=lambda passes: SimpleNamespace(forward=lambda *tensors: tensors[:2]))
     problem = problem_of(needs_grad=False)
     for backend in (triton, triton_tiles):
-        monkeypatch.setattr(backend, "Hidden", SimpleNamespace(of=lambda problem: nothing))
+        monkeypatch.setattr(backend, "Hidden", SimpleNamespace(of=lambda problem, *_, **more: nothing))
         backend.run(q, k, v, problem)
         assert backend.first_call_ms(problem) == 0
     monkeypatch.setattr("attn_dispatch.kernels.branches.run.run", lambda *args: args[:2])

@@ -120,7 +120,7 @@ def test_wide_offsets(stride: int, wide: bool) -> None:
 def test_a_strided_mask_is_copied(backend: Any, enter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels know no strides of it."""
     passes: list[Any] = []
-    monkeypatch.setattr(backend, "Hidden", SimpleNamespace(of=lambda problem: SimpleNamespace(around=passes.append)))
+    monkeypatch.setattr(backend, "Hidden", SimpleNamespace(of=lambda *_, **more: SimpleNamespace(around=passes.append)))
     x, mask = torch.zeros(2, 32, 1, 16), torch.empty_strided((2, 32), (1, 2), dtype=torch.bool, device="meta")
     problem = Case("", Dilated((16,), (1,)), (2, 32, 1, 16), key_mask=True).problem(torch.float32, needs_grad=False)
     with suppress(AttributeError):  # nothing runs

@@ -261,7 +261,7 @@ def test_ranks_with_different_tensors(ranks: Ranks) -> None:
         (some_ranges(40), {}, InvalidInput, "first and last of Ranges must have shape"),
         (Blocks(a_table(48, (8, 8), 1), 8, Dilated((8,), (2,))), {}, InvalidInput, "within of Blocks must be Dense or"),
         (Blocks(a_table(40, (8, 8), 1), 8), {}, InvalidInput, "table of Blocks must have shape [.., 6, 6] for 48"),
-        (Blocks(a_table(48, (8, 8), 3), 8), {}, InvalidInput, "table of Blocks must have [1 or 2, 1 or 4] tables"),
+        (Blocks(a_table(48, (8, 8), 3), 8), {}, InvalidInput, "table of Blocks must have shape [1 or 2, 1 or 4, ..]"),
         (Blocks(a_table(48, (8, 8), 4), 8), {"order": ULYSSES}, NoBackend, "would begin at other offsets"),
         (some_ranges(48), {"order": LOCAL}, NoBackend, "key rows of other ranks"),
         (some_ranges(48), {"dropout_p": 0.5}, NoBackend, "has no dropout"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attn_dispatch import Blocks, Dilated, InvalidInput, Neighborhood, Ranges, attend
+from attn_dispatch import Blocks, Dilated, Neighborhood, Ranges, attend
 from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import close, drawn, formula
@@ -34,11 +34,8 @@ def test_blocks_within(within: Pattern, tables: int) -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies(copied: Callable[[DataPattern], DataPattern]) -> None:
-    """As modules and data loaders make them: they hold the same, and notice what is written to them."""
+    """As modules and data loaders make them: they hold the same, in tensors of their own."""
     q, ids, table = drawn(1, 8, 2, 8), torch.arange(8)[None] // 3, torch.ones(1, 1, 2, 2) > 0
     for pattern in (Ranges.spans(ids), Blocks(table, 4)):
         other = copied(pattern)
         assert torch.equal(attend(q, q, q, other), attend(q, q, q, pattern))
-        other.given[0][1].zero_()
-        with pytest.raises(InvalidInput, match="was changed in place"):
-            attend(q, q, q, other)

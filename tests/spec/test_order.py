@@ -178,15 +178,15 @@ def test_title_and_dict() -> None:
         (lambda: Reordered(GRID, None), "order must be one of"),  # type: ignore[arg-type]
         (
             lambda: Reordered(Reordered(GRID, "hilbert"), "hilbert"),
-            "pattern must be a pattern without tensors, in natural order, got Reo",
+            "pattern must be a pattern in natural order, got Reo",
         ),
         (
             lambda: Reordered(Blocks(torch.ones(1, 1, 2, 2) > 0, 8), "hilbert"),
-            "pattern must be a pattern without tensors",
+            "pattern must hold no tensors",
         ),
         (
             lambda: Reordered("hilbert", GRID),  # type: ignore[arg-type]
-            "pattern must be a pattern without tensors, in natural order, got 'hilbert'",
+            "pattern must be a pattern in natural order, got 'hilbert'",
         ),
         (lambda: Reordered(GRID, "hilbert").check(15, 15), "grid (4, 4) holds 16 tokens, but the sequence has 15"),
         (lambda: Reordered(Dense(), "hilbert").check(4, 5), "Reordered needs q_len == k_len, got 4 and 5"),
@@ -266,9 +266,9 @@ def test_a_whole_model_in_another_order(order: str) -> None:
         ((torch.zeros(1, 16), None, GRID), "order must be one of"),
         (
             (torch.zeros(1, 16), "hilbert", "grid"),
-            "pattern must be a pattern without tensors, in natural order, got 'grid'",
+            "pattern must be a pattern in natural order, got 'grid'",
         ),
-        ((torch.zeros(1, 16), "hilbert", Reordered(GRID, "hilbert")), "pattern must be a pattern without tensors, in"),
+        ((torch.zeros(1, 16), "hilbert", Reordered(GRID, "hilbert")), "pattern must be a pattern in natural order"),
         ((torch.zeros(1, 15), "hilbert", GRID), "grid (4, 4) holds 16 tokens, but the sequence has 15"),
         ((torch.zeros(1, 16), "hilbert", GRID, 2), "dim must be an axis of x, which has 2, got 2"),
         ((torch.zeros(1, 16), "hilbert", GRID, "n"), "dim must be an axis of x, which has 2, got 'n'"),
