@@ -213,7 +213,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, **a
     return replace(first, others=tuple(others))
 
 
-# --- what the operators of graphs run ---------------------------------------------------------------------------------
+# --- what the operators of graphs run -------------------------------------------------------------------------
 
 
 @torch.library.impl("attn_dispatch::attend", "default")

@@ -90,7 +90,7 @@ def tile_size(problem: Problem, order: str) -> int:
     return min(TILES, key=lambda tile: estimated_keys(problem, order, tile) / TILES[tile])
 
 
-# --- estimates --------------------------------------------------------------------------------------------------------
+# --- estimates ------------------------------------------------------------------------------------------------
 
 
 def _pairs(problem: Problem, order: str) -> int:

@@ -245,7 +245,7 @@ class _Distance:
         return self.__ge__(n + 1)
 
 
-# --- by what it returns -----------------------------------------------------------------------------------------------
+# --- by what it returns ---------------------------------------------------------------------------------------
 
 
 def evaluated(seen: Callable[[int, int], Tensor], batch: int, q_len: int, k_len: int) -> Facts | Ranges:

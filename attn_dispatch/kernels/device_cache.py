@@ -194,7 +194,7 @@ def _kv_head_index(heads: range, group: int, device: torch.device) -> Tensor:
     return torch.arange(heads.start, heads.stop, heads.step, device=device) // group
 
 
-# --- compiled kernels -------------------------------------------------------------------------------------------------
+# --- compiled kernels -----------------------------------------------------------------------------------------
 
 _compiled: set[Hashable] = set()  #: what kernels of this process are compiled for, or loaded from a cache on disk
 

@@ -147,7 +147,7 @@ def _usable(x: Tensor) -> Tensor:
         return x.clone()
 
 
-# --- intervals --------------------------------------------------------------------------------------------------------
+# --- intervals ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def _check_together(ids: Tensor, begins: Tensor) -> None:
             raise InvalidInput("ids must have the tokens of one id side by side in each row, got an id in two places")
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,7 +449,7 @@ def _check_entries(table: Tensor, k_blocks: int) -> None:
         raise InvalidInput(f"table of Blocks must have entries in -1..{k_blocks - 1}, got {low} to {high}")
 
 
-# --- what is derived of the tensors -----------------------------------------------------------------------------------
+# --- what is derived of the tensors ---------------------------------------------------------------------------
 
 _lock = process_state.lock()
 _kept: Any = None  # made at the first use: WeakTensorKeyDictionary needs torch

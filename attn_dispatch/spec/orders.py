@@ -174,7 +174,7 @@ def _period(pattern: Pattern) -> int:
     return pattern.axes[0].dilation if len(pattern.axes) == 1 else 1
 
 
-# --- tokens that the caller stores in another order -------------------------------------------------------------------
+# --- tokens that the caller stores in another order -----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def class_key(problem: Problem) -> tuple[CaseSpec, ...]:
     return tuple(found)
 
 
-# --- small problems ---------------------------------------------------------------------------------------------------
+# --- small problems -------------------------------------------------------------------------------------------
 
 
 def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -> Problem:
@@ -189,7 +189,7 @@ def _whole(kind: str) -> str:
     return kind
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------------------
 
 
 def example_of(spec: CaseSpec) -> Example:

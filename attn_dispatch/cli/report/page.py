@@ -87,7 +87,7 @@ def can_be_shown(decision: Decision) -> bool:
     return False
 
 
-# --- sections ---------------------------------------------------------------------------------------------------------
+# --- sections -------------------------------------------------------------------------------------------------
 
 
 def _summary(decisions: Sequence[Decision]) -> Html:
@@ -165,7 +165,7 @@ def _bounds(field: str, bounds: tuple[float, float, float]) -> dict[str, float]:
     return dict(zip((f"{field}_low", field, f"{field}_high"), bounds))
 
 
-# --- document ---------------------------------------------------------------------------------------------------------
+# --- document -------------------------------------------------------------------------------------------------
 
 
 def _document(sections: Mapping[str, Html], data: Mapping[str, Any] | None, about: str) -> str:

@@ -146,7 +146,7 @@ def _kind(x: Tensor) -> str:
     return "float" if x.is_floating_point() else "bool" if x.dtype == torch.bool else "integer"
 
 
-# --- shapes and derivatives -------------------------------------------------------------------------------------------
+# --- shapes and derivatives -----------------------------------------------------------------------------------
 
 
 def refuse_tangents() -> None:
@@ -198,7 +198,7 @@ torch.library.register_autograd("attn_dispatch::attend", _differentiate, setup_c
 torch.library.register_autograd("attn_dispatch::attend_backward", lambda ctx, *grads: refuse_second())
 
 
-# --- transforms of torch.func -----------------------------------------------------------------------------------------
+# --- transforms of torch.func ---------------------------------------------------------------------------------
 
 
 def _in_transforms(operator: Any, save: Any, differentiate: Any) -> Any:
@@ -263,7 +263,7 @@ torch.library.register_vmap("attn_dispatch::attend", _batching_rule(_forward_op,
 torch.library.register_vmap("attn_dispatch::attend_backward", _batching_rule(_backward_op, 7))
 
 
-# --- operations, for torch.utils.flop_counter -------------------------------------------------------------------------
+# --- operations, for torch.utils.flop_counter -----------------------------------------------------------------
 
 
 def count_flops() -> None:

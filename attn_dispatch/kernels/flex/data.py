@@ -139,7 +139,7 @@ def _blocks_function(table: Tensor, size: tuple[int, int], within: Count | None,
     return count
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------------------
 
 
 def blocks_of_ranges(pattern: Ranges, q_len: int, k_len: int, size: int) -> mask.Blocks:

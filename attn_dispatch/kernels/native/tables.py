@@ -198,7 +198,7 @@ def _packed(tables: NativeTables, problem: Problem) -> NativeTables:
     return NativeTables(torch.tensor(tiles), table, torch.arange(len(tiles) + 1), head_class, run_lanes=masks)
 
 
-# --- neighbourhoods ---------------------------------------------------------------------------------------------------
+# --- neighbourhoods -------------------------------------------------------------------------------------------
 
 
 def neighbour_tables(pattern: Neighborhood, q_len: int, heads: int, order: str, stored: str = NATURAL) -> NativeTables:

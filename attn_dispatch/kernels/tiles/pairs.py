@@ -145,7 +145,7 @@ def pair_counts(branches: Sequence[Branch], queries: Tensor, keys: Tensor, block
     return found if blocks is None else found * blocks.at(queries, keys)
 
 
-# --- boxes ------------------------------------------------------------------------------------------------------------
+# --- boxes ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def _near(branches: Sequence[Branch], width: int, listed: Tensor | None) -> tupl
     return pairs, full & (times == 1)
 
 
-# --- kinds of pairs ---------------------------------------------------------------------------------------------------
+# --- kinds of pairs -------------------------------------------------------------------------------------------
 
 
 def _kinds(branches: Sequence[Branch], queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

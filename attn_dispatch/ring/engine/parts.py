@@ -183,7 +183,7 @@ def _parts(shard: _Shard, sources: Sequence[Source]) -> Iterator[Part]:
             yield from _by_position(shard, pattern, number, source, shard.all_rows)
 
 
-# --- runs of the sequence ---------------------------------------------------------------------------------------------
+# --- runs of the sequence -------------------------------------------------------------------------------------
 
 
 def _windows(shard: _Shard, bands: tuple[Band, ...], number: int, source: Source) -> Iterator[Part]:
@@ -210,7 +210,7 @@ def _moved(run: range, by: int) -> slice:
     return slice(run.start + by, run.stop + by)
 
 
-# --- dilated ----------------------------------------------------------------------------------------------------------
+# --- dilated --------------------------------------------------------------------------------------------------
 
 
 def _dilated(shard: _Shard, pattern: Dilated, number: int, source: Source) -> Iterator[Part]:
@@ -259,7 +259,7 @@ def _segments(shard: _Shard, pattern: Dilated, number: int, source: Source) -> I
                     yield from _by_position(shard, branch, number, only, place, keys)
 
 
-# --- by position ------------------------------------------------------------------------------------------------------
+# --- by position ----------------------------------------------------------------------------------------------
 
 
 def _by_position(

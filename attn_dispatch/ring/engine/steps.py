@@ -20,7 +20,7 @@ from attn_dispatch.ring.rows.traffic import Rows, Traffic, traffic_of, without_c
 from attn_dispatch.spec.orders import GATHER, LOCAL, ULYSSES
 from attn_dispatch.spec.problem import Problem
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def buffer_rows(counts: Iterable[tuple[int, int]]) -> dict[int, int]:
     return most
 
 
-# --- steps of a rank --------------------------------------------------------------------------------------------------
+# --- steps of a rank ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
