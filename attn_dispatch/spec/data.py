@@ -106,7 +106,7 @@ class DataPattern(Pattern):
     def _density(self, k_len: int | None) -> int | None:
         from attn_dispatch.spec.tracing import graphed, is_transformed
 
-        if k_len is None:
+        if not isinstance(k_len, int):  # None, or symbolic
             return None
         if (known := self._densities.get(k_len)) is not None:
             return known

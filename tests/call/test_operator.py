@@ -135,10 +135,10 @@ def test_opcheck(pattern: Pattern, masked: bool, kind: torch.dtype) -> None:
     settings = (code, numbers, None, 3.0 if masked else None, None, None, None, None, masked and bias is not None)
     if isinstance(pattern, Reordered):
         slopes = None
-    torch.library.opcheck(OP, (*tensors, lens, mask, None, None, slopes, bias, None, *settings, True, masked))
+    torch.library.opcheck(OP, (*tensors, lens, mask, None, None, slopes, bias, None, None, *settings, True, masked))
     detached = [x.detach() for x in tensors]
     bias = None if bias is None else bias.detach()
-    torch.library.opcheck(OP, (*detached, lens, mask, None, None, slopes, bias, None, *settings, False, masked))
+    torch.library.opcheck(OP, (*detached, lens, mask, None, None, slopes, bias, None, None, *settings, False, masked))
 
 
 def test_second_derivatives_are_refused() -> None:

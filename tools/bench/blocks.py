@@ -28,9 +28,9 @@ from tools.lib.tables import Table, direction, interval, megabytes, ms
 
 TAKES = "5 minutes"
 
-HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS = 4, 64, 4096, 2048
-DENSITIES = (0.01, 0.03, 0.1, 0.3, 1.0)
-SIZES = (32, 64, 128, 256)  #: queries and keys of a block
+HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS, LONG = 4, 64, 4096, 2048, 16_384
+DENSITIES, DENSITY = (0.01, 0.03, 0.1, 0.3, 1.0), 0.1  #: of blocks of SIZE, and of the others
+SIZE, OTHERS = 64, (32, 128, 256)  #: queries and keys of a block
 DTYPES = (torch.float32, torch.bfloat16)
 SPAN = 256  #: tokens of a span, which is followed by as many outside of one
 CELL_S, ROUNDS, MOST_ROUNDS = 1.0, 3, 50
@@ -69,12 +69,10 @@ def table_row(density: float, size: int, dtype: torch.dtype, backward: bool, tok
     qkv, table = drawn(tokens, dtype, backward), table_of(tokens, size, density)
     by_native, pattern = partial(attend, *qkv, backend="native"), Blocks(table, size)
     mask = table.repeat_interleave(size, 2).repeat_interleave(size, 3)
-    calls: dict[str, Call] = {
-        "blocks": lambda: by_native(pattern),
-        "dense": lambda: by_native(Dense()),
-        "sdpa": lambda: of_heads_first(partial(scaled_dot_product_attention, attn_mask=mask), qkv),
-    }
-    if not backward:
+    calls: dict[str, Call] = {"blocks": lambda: by_native(pattern), "dense": lambda: by_native(Dense())}
+    if flex is not None:
+        calls["sdpa"] = lambda: of_heads_first(partial(scaled_dot_product_attention, attn_mask=mask), qkv)
+    if flex is not None and not backward:
         blocks = block_mask(table, size)
         calls["flex"] = lambda: of_heads_first(partial(flex, block_mask=blocks), qkv)
     share = float(table.float().mean())
@@ -117,12 +115,24 @@ def tables(found: Any) -> Iterator[Table]:
     for one in found["rows"]:
         ratios = (interval(one.get(f"{name}_over_blocks")) for name in ("dense", "sdpa", "flex"))
         peak = "-" if one["peak_bytes"] is None else megabytes(one["peak_bytes"])
-        what = f"{one['pattern']}, {direction(one)}", f"{100 * one['share']:.0f} %", one["dtype"]
+        what = one["pattern"], direction(one), one["tokens"], f"{100 * one['share']:.0f} %", one["dtype"]
         rows.append((*what, ms(one["blocks"], 1), interval(one["over_limit"]), *ratios, peak))
     yield Table(
-        ("pattern", "seen", "dtype", "`native`", "over limit", "dense", "`F.sdpa` + mask", "FlexAttention", "memory"),
+        (
+            "pattern",
+            "",
+            "tokens",
+            "seen",
+            "dtype",
+            "`native`",
+            "over limit",
+            "dense",
+            "`F.sdpa` + mask",
+            "FlexAttention",
+            "memory",
+        ),
         rows,
-        f"{found['rows'][0]['tokens']:,} tokens, {HEADS} heads of {HEAD_DIM}; random blocks and the diagonal ones. "
+        f"{HEADS} heads of {HEAD_DIM}; random blocks and the diagonal ones. "
         "The limit: that share of the time of `native` on all pairs, for spans the causal time. Dense and later: "
         "times as multiples of that of `native`. 95 % intervals. Memory: at most, results included, beside q, k and v "
         f"of {megabytes(found['rows'][0]['tensor_bytes'] * 3 / 4)} in float32.",
@@ -133,12 +143,13 @@ def main() -> None:
     options = parser(__doc__, "blocks.json")
     options.add_argument("--quick", action="store_true", help="few tokens and one size of blocks, to see that it works")
     quick = options.parse_args().quick
-    tokens, sizes = (QUICK_TOKENS, SIZES[1:2]) if quick else (TOKENS, SIZES)
-    rows = []
-    for size, dtype in itertools.product(sizes, DTYPES):
-        flex = torch.compile(flex_attention)
-        for backward, density in itertools.product((False, True), DENSITIES):
-            rows.append(table_row(density, size, dtype, backward, tokens, flex))
+    tokens, others = (QUICK_TOKENS, ()) if quick else (TOKENS, OTHERS)
+    cells = [*((SIZE, each) for each in DENSITIES), *((each, DENSITY) for each in others)]
+    compiled, rows = {size: torch.compile(flex_attention) for size, _ in cells}, list[dict[str, Any]]()
+    for (size, density), dtype, backward in itertools.product(cells, DTYPES, (False, True)):
+        rows.append(table_row(density, size, dtype, backward, tokens, compiled[size]))
+    for dtype, backward in itertools.product([] if quick else DTYPES, (False, True)):
+        rows.append(table_row(DENSITY, SIZE, dtype, backward, LONG, None))
     rows += [spans_row(dtype, backward, tokens) for dtype, backward in itertools.product(DTYPES, (False, True))]
     write(options.parse_args().output, {"rows": rows}, tables)
 
