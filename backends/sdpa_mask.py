@@ -161,6 +161,6 @@ def _bias(problem: Problem, pattern: Pattern, head: int, dtype: torch.dtype) -> 
         q_pos = torch.arange(rows.start, rows.stop, device=problem.device)
         counts = pattern.multiplicity(problem.q_len, problem.k_len, problem.heads, h_pos=(head,), q_pos=q_pos)
         counts = counts if counts.ndim == 4 else counts[None]
-        values[:, :, rows] = torch.log(counts.to(dtype))
-        seen[:, :, rows] = torch.any(counts, dim=-1)
+        torch.log(counts.to(dtype), out=values[:, :, rows])
+        torch.any(counts, dim=-1, out=seen[:, :, rows])
     return branches.Bias(values, seen)
