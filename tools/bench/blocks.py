@@ -115,7 +115,7 @@ def tables(found: Any) -> Iterator[Table]:
     for one in found["rows"]:
         ratios = (interval(one.get(f"{name}_over_blocks")) for name in ("dense", "sdpa", "flex"))
         peak = "-" if one["peak_bytes"] is None else megabytes(one["peak_bytes"])
-        what = one["pattern"], direction(one), one["tokens"], f"{100 * one['share']:.0f} %", one["dtype"]
+        what = one["pattern"], direction(one), f"{one['tokens']:,}", f"{100 * one['share']:.0f} %", one["dtype"]
         rows.append((*what, ms(one["blocks"], 1), interval(one["over_limit"]), *ratios, peak))
     yield Table(
         (
