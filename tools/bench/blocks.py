@@ -29,11 +29,11 @@ from tools.lib.tables import Table, direction, interval, megabytes, ms
 TAKES = "5 minutes"
 
 HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS, LONG = 4, 64, 4096, 2048, 16_384
-DENSITIES, DENSITY = (0.01, 0.03, 0.1, 0.3, 1.0), 0.1  #: of blocks of SIZE, and of the others
+DENSITIES, DENSITY = (0.01, 0.1, 1.0), 0.1  #: of blocks of SIZE, and of the others
 SIZE, OTHERS = 64, (32, 128, 256)  #: queries and keys of a block
 DTYPES = (torch.float32, torch.bfloat16)
 SPAN = 256  #: tokens of a span, which is followed by as many outside of one
-CELL_S, ROUNDS, MOST_ROUNDS = 1.0, 3, 50
+ROUNDS = 7
 
 Call = Callable[[], Any]
 
@@ -93,7 +93,7 @@ def measured(calls: dict[str, Call], qkv: tuple[Tensor, ...], backward: bool, sh
     """Times in turns; the limit is `share` of the time of "dense"."""
     calls = {name: trained(call, qkv) for name, call in calls.items()} if backward else calls
     started = in_turns({"first": calls["blocks"]}, 1)["first"]  # the lists are made
-    found = in_turns(calls, ROUNDS, MOST_ROUNDS, budget_s=CELL_S, margin=0.0)
+    found = in_turns(calls, ROUNDS)
     limit = Timing(tuple(share * each for each in found["dense"].samples_ms), 0.0)
     _, peak = peak_bytes(calls["blocks"], torch.device("cpu"))
     return {
