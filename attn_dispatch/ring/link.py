@@ -108,7 +108,7 @@ class Link:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = self.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
         found = self.all_gather(torch.nn.functional.pad(data, (0, max(lengths) - len(data))))
-        return [pickle.loads(each[:length].numpy().tobytes()) for each, length in zip(found, lengths)]
+        return [pickle.loads(bytes(each[:length].tolist())) for each, length in zip(found, lengths)]
 
     def all_gather_ragged(self, shard: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
         """Gather a tensor [..., lengths[rank]] from every rank; other axes are equal. Raises as `all_gather`."""

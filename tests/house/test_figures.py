@@ -60,3 +60,8 @@ def test_sentences_and_conditions_are_plain() -> None:
     found = [node for name in MODULES for node in nodes(name) if isinstance(node, kinds)]
     assert [text for each in found if (text := ast.get_docstring(each) or "").startswith(("Of ", "Likewise"))] == []
     assert [ast.unparse(node) for name in MODULES for node in nodes(name) if leaves_out(node)] == []
+
+
+def test_numpy_is_not_needed() -> None:
+    """It is not among what the package requires; Triton's interpreter alone uses it."""
+    assert [name for name, text in TEXTS.items() if ".numpy()" in text or "import numpy" in text] == []

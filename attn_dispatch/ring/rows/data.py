@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -52,8 +53,8 @@ class Held(Pattern):
 
     @classmethod
     def _of(cls, pattern: DataPattern, form: Form) -> Held:
-        data = pattern.data.detach().cpu()
-        digest = hashlib.sha256(data.contiguous().view(torch.uint8).numpy().data).hexdigest()
+        data = pattern.data.detach().cpu().contiguous()
+        digest = hashlib.sha256(ctypes.string_at(data.data_ptr(), data.nbytes)).hexdigest()
         return cls(form.bound(data), form, f"{list(data.shape)} {digest[:16]}")
 
     def rows(self) -> list[Held]:
