@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     lengths = f"measures at --lengths, by default {DEFAULT_LENGTHS}, shortest first"
     above = "find the length above which another token order is faster"
     add("--thresholds", action="store_true", help=f"{above}: {lengths}")
-    named = "masks that name blocks of so many queries and keys"
+    named = "masks made of blocks of Q queries and K keys"
     blocks = (
         f"with --thresholds, in place of lengths: find the density below which skipping what is hidden pays, of {named}"
     )

@@ -34,7 +34,7 @@ from attn_dispatch.spec.tracing import make_plain
 
 LONG = 24  #: keys in a row from which a run of their own is faster than a list
 FEW = 16  #: queries of a tile up to which the kernel takes no listed keys, FEW in attention/vectors.h
-AT_A_TIME = 192  #: keys, KEYS in attention/vectors.h: lists of fewer in a row are computed so many at a time
+AT_A_TIME = 192  #: keys, KEYS in attention/vectors.h: as many listed keys are computed at once
 MOST_LISTED = 2**22  #: keys of blocks
 LISTED_BYTES = 120  #: of a listed key, while the tables are made
 COSTS = {TILE: 1.0, TILE // 2: 1.25, TILE // 4: 1.5}  #: of a query and key, by queries of a tile: a vector at least

@@ -277,7 +277,7 @@ def work_units(problem: Problem, threads: int) -> WorkUnits:
 
 
 def units_of(problem: Problem, tables: NativeTables, packed_heads: int, keys: int, threads: int) -> WorkUnits:
-    """The units of a forward pass on tables without listed keys, of which a tile reads about so many."""
+    """The units of a forward pass on tables without listed keys, of which a tile reads about `keys`."""
     tiles = problem.batch * int(tables.first_tile.diff()[tables.head_class[::packed_heads]].sum())
     splits = 1
     alike = bool((tables.head_class == tables.head_class[0]).all())
