@@ -25,7 +25,8 @@ FUSED = ("triton", "triton_tiles")  #: on CUDA they read the pairs that are seen
 #: In the order in which the static heuristic, which measures nothing, tries them on a CPU; PyTorch's own choice first.
 BUILT_IN = (*LIBRARIES, "sdpa_float32", "sdpa_mask", "tiles", *FUSED, "native", "flex", "flex_flash")
 LAST_RESORT = "manual"
-OFTEN_FASTEST = "native"  #: in most shipped decisions of CPUs: tried second, for there may be no time for a third
+#: In most shipped decisions of CPUs (profiles/): tried second, for there may be no time for a third; ties go to it.
+OFTEN_FASTEST = "native"
 IN_PIECES = ("Dilated", "Neighborhood")  #: patterns for which libraries take many calls, or a mask of all pairs
 #: Where PyTorch prefers cuDNN too. Source: check_prefer_cudnn_attention in its transformers/cuda/sdp_utils.cpp.
 CUDNN_FIRST = ("cuda-sm90-", "cuda-sm100-")

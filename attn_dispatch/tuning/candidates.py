@@ -296,6 +296,11 @@ def static_choice(found: Sequence[Candidate]) -> Candidate | None:
     return min(able, key=lambda candidate: candidate.order != NATURAL, default=None)
 
 
+def incumbent_of(admitted: Sequence[Candidate]) -> Candidate | None:
+    """The candidate that a race keeps unless another one is surely cheaper: `OFTEN_FASTEST`, else the static choice."""
+    return static_choice([each for each in admitted if each.name == registry.OFTEN_FASTEST]) or static_choice(admitted)
+
+
 def to_measure(
     problem: Problem,
     found: list[Candidate],

@@ -191,18 +191,21 @@ class Race:
         return msgspec.structs.replace(row, status=status, open=False, **relative)
 
     def _may_win(self, name: str, ratio: float) -> bool:
-        """Whether a candidate that left the race at this ratio may be the fastest: one-time work slows short calls."""
+        """Whether a candidate that left the race at this ratio may be the fastest: one-time work slows short calls, and
+        other programs any call.
+        """
         if name not in self.runners:
             return False  # its results proved wrong
+        if self.rounds.load.disturbed:
+            return True
         short = self.runners[name][1].call_ms <= ONE_TIME_MS
         return ratio < (MAY_WIN_SHORT_RATIO if short else MAY_WIN_RATIO)
 
     def _timed_row(self, candidate: Candidate, outcome: choice.Outcome) -> Row:
         timing = self.rounds.timings[candidate.title]
         may_win = self._may_win(candidate.title, self.rounds.dropped.get(candidate.title, math.inf))
-        disturbed = self.rounds.load.disturbed and outcome.status != "chosen"
         return candidate.measured_row(
-            **asdict(replace(outcome, open=outcome.open or may_win or disturbed)),
+            **asdict(replace(outcome, open=outcome.status != "chosen" and (outcome.open or may_win))),
             median_ms=timing.median_ms,
             low_ms=timing.low_ms,
             high_ms=timing.high_ms,

@@ -1,7 +1,8 @@
 """Runs a trial: candidates pass the gate, race in rounds, and the result is a decision. Failures become rows.
 
-The incumbent is the prior decision's choice, else the static choice. It runs first, unless another candidate needs far
-less work and might otherwise get no time; `choice` says what replaces it. With a prior decision only changed candidates
+The prior decision's choice runs first, else the static choice, unless another candidate needs far less work and might
+otherwise get no time. The incumbent of the race is that prior choice, else the one that mostly is the fastest; `choice`
+says what replaces it. With a prior decision only changed candidates
 are measured again, with the best unchanged one for comparison. The chosen candidate must pass the hard cases.
 
 Where a caller waits, the trial may take some tens of the problem's own calls, and everything that it does counts. A
@@ -26,7 +27,7 @@ from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.text import gib, one_line, printable
 from attn_dispatch.tuning import candidates, guard
-from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, static_choice, to_measure
+from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, incumbent_of, to_measure
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, example_bytes, make, synchronize
 from attn_dispatch.tuning.gate import Gate
@@ -377,7 +378,7 @@ class Trial:
     def _race(self, example: Example, differences: Sequence[float]) -> Steps[None]:
         admitted = [each for each in self.candidates if each.title in self.admitted]
         decided = next((each for each in admitted if self.prior is not None and each.id == self.prior.chosen), None)
-        if (first := decided or static_choice(admitted)) is None:
+        if (first := decided or incumbent_of(admitted)) is None:
             return
         incumbent = first.title
         runners = {each.title: (each, self.admitted[each.title]) for each in admitted}

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from attn_dispatch.machine.load import Load
+from attn_dispatch.machine.load import NO_LOAD, Load
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.testing.cases import Case
+from attn_dispatch.tuning.candidates import Request, incumbent_of, static_choice
+from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import HostStopwatch
+from attn_dispatch.tuning.intervals import Timing
+from attn_dispatch.tuning.race import Race
+from attn_dispatch.tuning.rounds import Rounds
 from tests.support.retuning import Tuner, independent
 from tests.support.simulated import Machine
 
@@ -38,6 +46,32 @@ def test_a_disturbed_sample_drops_no_close_candidate(neighbours: int) -> None:
         found = Machine(0.02, seed, neighbours=neighbours).race(COSTS, budget_s=0.5)
         assert found.load.disturbed
         assert found.dropped.keys() <= {"manual"}
+
+
+@pytest.mark.parametrize("switches", [0, 1000])
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_calm_process_tries_again_what_a_disturbed_race_dropped(switches: int, is_late: bool) -> None:
+    """By its first calls alone, six times as long as the others'."""
+    problem = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
+    request = Request.of(problem)
+    first, late = (each for each in request.able if each.title in ("sdpa", "manual"))
+    runners = {each.title: (each, Admitted(ms, ms, None, 0.0)) for each, ms in ((first, 20.0), (late, 120.0))}
+    timings = {first.title: Timing((20.0,) * 5, 20.0), late.title: Timing((120.0,), 120.0)}
+    race = Race(request, runners, first.title)
+    short = frozenset({late.title} if is_late else ())
+    race.rounds = Rounds(timings, {}, {late.title: 6.0}, 5, short, load=NO_LOAD._replace(cpu_s=1.0, switches=switches))
+    assert race.choose() == first.title
+    row = race.row(late)
+    assert row is not None
+    assert bool(row.open) == race.rounds.load.disturbed == bool(switches)
+
+
+def test_ties_go_to_the_backend_that_mostly_is_the_fastest() -> None:
+    problem = Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False)
+    able = Request.of(problem).able
+    first, often, rest = static_choice(able), incumbent_of(able), [each for each in able if each.name != "native"]
+    assert first is not None and often is not None
+    assert (first.title, often.title, incumbent_of(rest)) == ("sdpa", "native", first)
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
