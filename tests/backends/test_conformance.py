@@ -30,7 +30,7 @@ from attn_dispatch.tuning.guard import CUDA_SLACK
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import factors_of as case_factors
 from tests.support.cases import gate, kind_of
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import Factors, chosen, parameters, wanted
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")

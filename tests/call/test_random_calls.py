@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend
 from attn_dispatch.errors import AttnDispatchError, NoBackend
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 from tests.support.random_calls import DTYPES, PRIVATE, failures, random_call, title
 
 CALLS = 25  #: of each backend

@@ -17,7 +17,7 @@ from attn_dispatch.kernels.registry import LAST_RESORT
 from attn_dispatch.spec.problem import Call
 from tests.support import processes
 from tests.support.calls import qkv
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("little_time")
 

@@ -17,7 +17,7 @@ from attn_dispatch.kernels.flex import attention
 from attn_dispatch.kernels.formula import LARGEST_BIAS
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import Plugin, close, status
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import crossed, thinned
 from tests.support.score_terms import (
     BATCH,

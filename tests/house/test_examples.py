@@ -11,16 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import processes
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+RUN = """
+import os, runpy, sys
+folder, *sys.argv = sys.argv[1:]
+os.chdir(folder)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 
-def printed(folder: Path, name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+def printed(folder: Path, name: str, *arguments: str) -> str:
     """What an example prints, run from another folder with an empty cache."""
-    own = {"ATTN_DISPATCH_MODE": "off", "ATTN_DISPATCH_CACHE_DIR": str(folder), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments]
-    environment = {**os.environ, **own, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
+    done = processes.run(RUN, str(folder), str(EXAMPLES / f"{name}.py"), *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -32,8 +39,12 @@ def numbers(pattern: str, text: str) -> list[float]:
 @pytest.mark.full
 def test_context_parallel_loses_what_one_process_loses(tmp_path: Path) -> None:
     """By the command in its docstring; `--check` fails where a loss is another than on whole sequences."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    text = printed(tmp_path, "context_parallel", "--check", launcher=launcher)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, str(EXAMPLES / "context_parallel.py"), "--check"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
     losses = numbers(r"^step \d: loss ([\d.]+), 256 tokens over 2 ranks$", text)
     alone = re.search(r"^in one process: (.*)$", text, re.M)
     assert alone is not None

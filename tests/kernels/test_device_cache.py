@@ -23,7 +23,7 @@ from attn_dispatch.kernels.hidden import _unseen
 from attn_dispatch.kernels.tiles.tables import cached_with, tables_of
 from attn_dispatch.spec.problem import Problem
 from tests.support import calls
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 
 
 def qkv(length: int, k_len: int = 0, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from attn_dispatch.kernels.flex import attention
 from attn_dispatch.ring.engine.parts import SOLVERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.shapes import problem_of
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import thinned
 from tests.support.random_calls import LAYOUTS
 

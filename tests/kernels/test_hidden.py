@@ -25,7 +25,7 @@ from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import Example, make
 from tests.support.cases import factors_of, kind_of
 from tests.support.definition import lengths, patterns
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import crossed
 
 GRID = Neighborhood((6, 10), (3, 5), (1, 2))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 
 ROWS = slice(3, 6)  #: those with such scores
 LOWEST = "lowest"

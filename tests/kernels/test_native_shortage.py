@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from attn_dispatch.kernels.native import library
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
+from tests.support import processes
 
 SHORT_OF_MEMORY = """
 import ctypes, resource
@@ -31,8 +30,7 @@ print(kernels.attention_forward(ctypes.byref(made)), kernels.attention_backward(
 
 
 def test_a_thread_without_memory_computes_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "1"]
+    assert processes.run(SHORT_OF_MEMORY).stdout.split() == ["1", "1"]
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

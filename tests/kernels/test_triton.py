@@ -37,7 +37,7 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.definition import lengths, patterns
 from tests.support.distributions import skip_without
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import thinned
 
 TRITON = registry.load("triton")

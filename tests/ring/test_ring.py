@@ -27,7 +27,7 @@ from tests.kernels.test_hidden import with_hidden
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
 from tests.support.cases import gate
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import crossed
 from tests.support.ring_calls import attended, attended_by, attended_in_blocks, changed, part, shards, tensors, whole
 from tests.support.ring_ranks import Ranks

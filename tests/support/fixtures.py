@@ -24,40 +24,22 @@ from attn_dispatch.decisions import look_up
 from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.flex import attention
-from attn_dispatch.kernels.triton import support
 from attn_dispatch.machine import environment, load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
 from attn_dispatch.tuning import rounds, tuner
-from tests.support import calls, fakes
+from tests.support import calls, fakes, interpreted
 from tests.support.fakes import SILICON
+from tests.support.interpreted import INTERPRETED
 
 if TYPE_CHECKING:
     from tests.support.ring_ranks import Ranks
 
-INTERPRETED = not support.missing() and not torch.cuda.is_available()
 MOST_ATTEMPTS = look_up.MOST_ATTEMPTS  #: as it is before a fixture of all tests changes it
 
 
-def _import_interpreted() -> None:
-    """Triton looks for its switch once, as each kernel is defined."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        for name in ("forward", "backward", "few_queries"):
-            importlib.import_module(f"attn_dispatch.kernels.triton.{name}")
-        interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, *scope: Any) -> None:
-        # Before 3.7 it asked for int(array of one entry), which numpy 2.4 refuses.
-        patch_tensor(tensor, *scope)
-        tensor.__index__ = lambda self: self.handle.data.item()
-
-    interpreter._patch_lang_tensor = patched
-
-
 if INTERPRETED:
-    _import_interpreted()
+    interpreted.load()
 
 
 @pytest.fixture(autouse=True, scope="session")

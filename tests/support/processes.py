@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-#: Imported once, before processes are forked off; the compiler is what DistributedDataParallel asks for.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest"]
-TIMEOUT_S = 120.0
+#: Imported once, before processes are forked off; the compiler is what DistributedDataParallel and optimizers ask for.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "tests.support.ring_calls"]
+TIMEOUT_S = 240.0
 
 
 def context() -> Any:

@@ -19,7 +19,7 @@ from attn_dispatch.ring.rows import chunking
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support import ring_ranks
+from tests.support import interpreted, ring_ranks
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
@@ -132,10 +132,11 @@ def attended_by(solver: str, *args: Any) -> tuple[dict[str, Tensor], bool]:
 
 
 def _forget_triton() -> None:
-    """It looks for its switch as each function is defined, and PyTorch's compiler has imported it in this process."""
+    """PyTorch's compiler has imported it in this process, without its switch."""
     if "attn_dispatch.kernels.triton.forward" not in sys.modules:
         for name in [name for name in sys.modules if name.startswith("triton") and not name.startswith("triton._C")]:
             del sys.modules[name]
+        interpreted.load()
 
 
 def laid_out(x: Tensor, order: str) -> Tensor:

@@ -24,8 +24,8 @@ from attn_dispatch.tuning.gate import HardCase, case_of
 from attn_dispatch.tuning.hard_cases import EVEN, NAN_MARGIN, class_key, fitted
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_hidden import with_hidden
-from tests.support.fixtures import INTERPRETED
 from tests.support.flaws import FILLED, FLAWS, Planted, all_but_the_last, changed, scored
+from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -22,7 +22,7 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.calls import threads
 from tests.support.cases import gate
-from tests.support.fixtures import INTERPRETED
+from tests.support.interpreted import INTERPRETED
 
 SMALL = (
     Case("dense", Dense(), (2, 6, 2, 3)),
