@@ -18,11 +18,12 @@ from torch.nn import functional
 from attn_dispatch import recording
 from attn_dispatch.calls import graph_runs
 from attn_dispatch.calls.rewrites import REWRITES, explained
-from attn_dispatch.calls.routes import forward_ad, mode_count, new_route, route_of_data, routes
+from attn_dispatch.calls.routes import new_route, route_of_data, routes
 from attn_dispatch.calls.widths import is_empty, unequal
 from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
+from attn_dispatch.private import forward_ad, mode_count
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.pattern import Pattern

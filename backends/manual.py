@@ -18,6 +18,7 @@ from attn_dispatch.kernels.formula import ScoreTerms, formula, probabilities, sc
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import multiplicity_of, sum_dtype
 from attn_dispatch.machine.memory import available_bytes
+from attn_dispatch.private import forward_ad
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
 
@@ -70,7 +71,7 @@ def traceable(problem: Problem) -> bool:
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     seed = int(torch.randint(2**62, ())) if problem.dropout_p else 0
     pieces = _Pieces(problem, {name: tensors[name] for name in TENSORS if name in tensors}, seed, *_piece(problem))
-    if tracing.is_transformed() or tracing.forward_ad._current_level >= 0:
+    if tracing.is_transformed() or forward_ad._current_level >= 0:
         return _in_one_piece(q, k, v, pieces)
     if problem.needs_grad:
         out, lse = _Manual.apply(q, k, v, tensors.get("bias"), pieces)  # type: ignore[no-untyped-call]

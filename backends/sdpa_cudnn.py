@@ -15,7 +15,16 @@ from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
 from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.kernels.dense import DenseCall, Kernel, aten, binding, heads_first, tokens_first, vector_aligned
+from attn_dispatch.kernels.dense import (
+    DenseCall,
+    Kernel,
+    aten,
+    binding,
+    heads_first,
+    lacking,
+    tokens_first,
+    vector_aligned,
+)
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.spec.problem import Problem
 
@@ -29,6 +38,7 @@ LIMITS = Limits(
     repeatable_head_dim=0,
     fewest_keys=2,
     most_rows=LARGEST_GRID,
+    lacks=lacking("_scaled_dot_product_cudnn_attention"),
 )
 
 

@@ -19,13 +19,10 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, result_known
 from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.private import with_autograd
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values
-
-_AUTOGRAD_KEYS = [
-    getattr(torch._C.DispatchKey, name) for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
-]
 
 
 @contextmanager
@@ -33,11 +30,8 @@ def as_eager_call(needs_grad: bool) -> Iterator[None]:
     """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off."""
     if tracing.context_parallel() is not None:
         raise NoBackend("inside torch's context_parallel attend() cannot be part of a graph: call it between graphs")
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for each in _AUTOGRAD_KEYS:
-        excluded = excluded.remove(each)
     with ExitStack() as stack:
-        stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
+        stack.enter_context(with_autograd())
         for device in ("cpu", "cuda"):
             if autocast_dtype(device) is not None:
                 stack.enter_context(torch.autocast(device, enabled=False))

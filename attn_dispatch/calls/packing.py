@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch import process_state
+from attn_dispatch import private, process_state
 from attn_dispatch.calls.widths import is_empty, widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, notify, observed, only, resolve
@@ -479,10 +479,10 @@ def read_on_host(name: str, x: Tensor) -> Tensor:
         raise NoBackend(f"{name} must be read by the host, so that a graph would hold for these values alone")
     if device_cache.capturing(x.device):
         raise NoBackend(f"{name} must be read by the host, which no CUDA graph captures")
-    while tracing.functorch.is_functorch_wrapped_tensor(x):
-        if tracing.functorch.is_batchedtensor(x):
+    while private.is_wrapped(x):
+        if private.is_batched(x):
             raise NoBackend(f"{name} cannot be mapped by torch.vmap: let the examples be rows of one batch")
-        x = tracing.functorch.get_unwrapped(x)
+        x = private.unwrapped(x)
     if x.is_meta:
         raise InvalidInput(f"{name} is on the meta device and holds no data")
     return x.cpu()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from attn_dispatch.decisions import decide, unmeasured
 from attn_dispatch.decisions.call import ResolvedCall, made
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.private import forward_ad, mode_count
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.problem import Call, Problem
@@ -67,10 +67,8 @@ class Route(ResolvedCall):
         return (out, lse) if return_lse else out
 
 
-# 0 in every stored key: routes found without dispatch modes are not used under one. Nor are they where there may be
-# tangents.
-mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
-forward_ad = tracing.forward_ad
+# In every stored key `mode_count` is 0 and `_current_level` negative: these routes are not used under dispatch modes,
+# nor where there may be tangents.
 routes: dict[Any, Route] = {}
 process_state.register(process_state.ROUTES, routes.clear)
 process_state.register(process_state.ON_DEVICE, routes.clear)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch import private
+from attn_dispatch.errors import NoBackend
+from attn_dispatch.private import is_fake
 from attn_dispatch.spec.tensors import autocast_dtype
 
 Fits = Callable[[Tensor, Tensor, Tensor], bool]
@@ -26,9 +29,9 @@ def fits(q: Tensor, k: Tensor, v: Tensor) -> Fits:
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
-    of_q = type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad, q.is_neg()
-    of_k = type(k), k.shape, k.stride(), k.dtype, k.device, k.requires_grad, k.is_neg()
-    of_v = type(v), v.shape, v.stride(), v.dtype, v.device, v.requires_grad, v.is_neg()
+    of_q = type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad, q.is_neg(), is_fake(q)
+    of_k = type(k), k.shape, k.stride(), k.dtype, k.device, k.requires_grad, k.is_neg(), is_fake(k)
+    of_v = type(v), v.shape, v.stride(), v.dtype, v.device, v.requires_grad, v.is_neg(), is_fake(v)
     return of_q, of_k, of_v, autocast_dtype(q.device.type)
 
 
@@ -65,8 +68,7 @@ def _sees_autocast(check: Fits, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _guard(*tensors: Tensor) -> Any:
     """A check in C++ that takes a third of the time of comparing in Python; private in torch."""
-    guards: Any = getattr(torch._C, "_dynamo").guards  # noqa: B009 - type checkers do not know it
-    return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return private.tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 @cache
@@ -75,7 +77,7 @@ def _guards_work() -> bool:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             return _distinguish()
-    except (AttributeError, RuntimeError, TypeError, ValueError):
+    except (NoBackend, RuntimeError, TypeError, ValueError):
         return False
 
 
@@ -88,7 +90,7 @@ def _distinguish() -> bool:
         first.to("meta"),
         torch.nn.Parameter(first, requires_grad=False),
         wanting,
-        getattr(torch, "_neg_view")(first),  # noqa: B009 - type checkers know it as private
+        private.negative_view(first),
     )
     check = _guard(first, first.clone())
     alike = check(first.clone(), first) and _guard(wanting)(wanting)

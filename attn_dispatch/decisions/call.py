@@ -18,8 +18,8 @@ from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.kernels.contract import Result, runner, specialized
+from attn_dispatch.private import CheckpointStop, forward_ad
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.spec.shapes import measured_for
@@ -27,7 +27,7 @@ from attn_dispatch.spec.tensors import check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
-NOT_WRAPPED = (InvalidInput, CHECKPOINT_STOP)  #: exceptions that are not wrapped in BackendFailed
+NOT_WRAPPED = (InvalidInput, CheckpointStop)  #: exceptions that are not wrapped in BackendFailed
 MAX_CALLS = 4096  #: entries of the table of problems; past this the oldest is made anew if needed
 
 
@@ -87,7 +87,7 @@ class ResolvedCall:
     def failure(self, error: Exception) -> BackendFailed:
         """The exception to raise for an error that the backend raised."""
         text = f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}"
-        if tracing.is_transformed() or tracing.forward_ad._current_level >= 0:
+        if tracing.is_transformed() or forward_ad._current_level >= 0:
             text += "\nForward-mode and second derivatives need backend='manual', or no forced backend"
         return BackendFailed(text)
 

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch import process_state, settings
 from attn_dispatch.decisions import look_up, unmeasured
@@ -32,6 +31,7 @@ from attn_dispatch.decisions.trial_limits import (
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.learning.predict import Prediction
 from attn_dispatch.log import logger
+from attn_dispatch.private import without_modes
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import measured_for
@@ -175,7 +175,7 @@ def decision_while_traced(problem: Problem) -> Decision:
     Raises:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can be traced on this problem.
     """
-    with _disable_current_modes():  # tables that backends cache must hold plain tensors
+    with without_modes():  # tables that backends cache must hold plain tensors
         request, setting = Request.of(problem), mode()
         steps = _DeviceSteps(request)
         known = _decided.get((request.silicon, problem, None, None))

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from attn_dispatch import private
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.log import say_once
@@ -46,19 +46,12 @@ def saving_tensors() -> bool:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
-    task = getattr(torch._C, "_current_graph_task_id", None)  # private
-    return task is None or task() != -1
+    return private.graph_task() >= 0
 
 
 def cannot_measure(device: torch.device) -> bool:
     """Whether calls are captured, traced or transformed, so that nothing can be timed."""
-    return capturing(device) or tracing.is_traced() or _forbids_hooks()
-
-
-def _forbids_hooks() -> bool:
-    """Whether saved-tensor hooks are forbidden, as they are inside the transforms of torch.func that take gradients."""
-    enabled = getattr(getattr(torch._C, "_autograd", None), "_saved_tensors_hooks_is_enabled", None)  # private
-    return enabled is not None and not enabled()
+    return capturing(device) or tracing.is_traced() or not private.hooks_are_allowed()
 
 
 @contextmanager
@@ -74,7 +67,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.autocast(device.type, enabled=False),
         torch.inference_mode(False),
         torch.autograd.graph.saved_tensors_hooks(identity, identity),
-        _disable_current_modes(),
+        private.without_modes(),
         _on_cpu(),
     ):
         yield

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch import private
 from attn_dispatch.compat.sdpa import mask_arguments
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
@@ -180,9 +181,9 @@ def _over_ranks(context: Any, q: Tensor, k: Tensor, v: Tensor, near: GridMask, m
 
 def _gathered(x: Tensor, dim: int, mesh: Any) -> Tensor:
     """All ranks' shards; the gradient of a shard is the sum of all ranks' gradients of it."""
-    collectives: Any = import_module("torch.distributed._functional_collectives")
+    gather = private.of_torch("torch.distributed._functional_collectives:all_gather_tensor_autograd")
     plain = x.to(torch.uint8) if x.dtype == torch.bool else x
-    found: Tensor = collectives.all_gather_tensor_autograd(plain.contiguous(), dim, mesh.get_group())
+    found: Tensor = gather(plain.contiguous(), dim, mesh.get_group())
     return found.to(x.dtype)
 
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from attn_dispatch import private
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations.libraries import library
@@ -208,7 +209,7 @@ def _check_backend(processor: Any) -> None:
 
 def _check_recomputed(processor: Any, pattern: Neighborhood | None) -> None:
     """A forward pass that is repeated in the backward pass must be what it was."""
-    if torch._C._current_graph_task_id() == -1:
+    if private.graph_task() < 0 or not torch.is_grad_enabled():
         _last[processor] = pattern
     elif _last.get(processor) != pattern:
         both = f"a forward pass with {_last.get(processor)} is recomputed in the backward pass with {pattern}"

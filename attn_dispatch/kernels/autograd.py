@@ -10,14 +10,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
 
-from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch.errors import BackendFailed
+from attn_dispatch.private import forward_ad
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.torch_settings import deterministic, settings
-
-#: Raised by torch.utils.checkpoint to end a recomputation early; InvalidInput in versions of torch without it.
-CHECKPOINT_STOP: type[Exception] = getattr(checkpoint, "_StopRecomputationError", InvalidInput)
 
 
 class Passes(Protocol):
@@ -151,7 +148,7 @@ NO_TANGENTS = "{} has no forward-mode derivatives; backend='manual' has"
 
 def refuse_tangents(backend: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError for tangents of forward-mode differentiation, which autograd does not see dropped."""
-    if tracing.forward_ad._current_level >= 0 and tracing.has_tangents(*tensors):
+    if forward_ad._current_level >= 0 and tracing.has_tangents(*tensors):
         raise NotImplementedError(NO_TANGENTS.format(backend))
 
 

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from attn_dispatch.kernels.autograd import once_differentiable
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits
+from attn_dispatch.private import of_torch
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
 
@@ -25,7 +26,12 @@ aten = torch.ops.aten
 
 def binding(name: str) -> Any:
     """torch's binding of an op, which saves 2 to 3 us a call over the same op reached through `torch.ops`."""
-    return getattr(torch, name, None) or getattr(aten, name)
+    return of_torch(f"torch:{name}", None) or of_torch(f"torch:ops.aten.{name}")
+
+
+def lacking(name: str) -> str:
+    """The op's name where this PyTorch does not have it."""
+    return "" if of_torch(f"torch:ops.aten.{name}", None) else name
 
 
 _cpu_flash = binding("_scaled_dot_product_flash_attention_for_cpu")
@@ -36,7 +42,12 @@ VECTOR_BYTES = 16  #: of one load of a CUDA kernel
 EFFICIENT_LSE_ALIGN = 32  #: rows; the memory-efficient backward reads lse in whole tiles
 
 # Source: PyTorch's own checks, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-CPU_FLASH = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)
+CPU_FLASH = Limits(
+    "cpu",
+    dict.fromkeys(DTYPES, ANY),
+    masks=True,
+    lacks=lacking("_scaled_dot_product_flash_attention_for_cpu"),
+)
 FLASH3 = Limits(
     "cuda",
     dict.fromkeys(HALF, (9, 0)),
@@ -53,6 +64,7 @@ CUDA_FLASH = Limits(
     most_rows=LARGEST_GRID,
     rocm=True,
     instead={"FA3": FLASH3._replace(repeatable_head_dim=0)},  # see backends/flash.py
+    lacks=lacking("_scaled_dot_product_flash_attention"),
 )
 CUDA_EFFICIENT = Limits(
     "cuda",
@@ -60,6 +72,7 @@ CUDA_EFFICIENT = Limits(
     masks=True,
     most_rows=LARGEST_GRID,
     rocm=True,
+    lacks=lacking("_scaled_dot_product_efficient_attention"),
 )
 
 

@@ -52,6 +52,7 @@ class Limits(NamedTuple):
         rocm: whether PyTorch builds for ROCm are supported.
         instead: of PyTorch's flash kernel, the limits of what may take its place, by `Problem.flash_kernel`; None: of
             another kernel.
+        lacks: what it calls and this PyTorch does not have.
     """
 
     device: str
@@ -70,6 +71,7 @@ class Limits(NamedTuple):
     platforms: tuple[str, ...] = ()
     rocm: bool = False
     instead: Mapping[str, Limits] | None = None
+    lacks: str = ""
 
     def refusals(self, problem: Problem) -> list[Refusal]:
         """Every limit that a problem exceeds, except those on pieces of its pattern (see `piece_refusals`)."""
@@ -105,6 +107,8 @@ class Limits(NamedTuple):
         return [refusal._replace(text=f"{active} {refusal.text}") for refusal in other.refusals(problem)]
 
     def _platform(self) -> list[Refusal]:
+        if self.lacks:
+            return [Refusal("release", f"calls {self.lacks}, which torch {torch.__version__} does not have")]
         if not self.platforms or sys.platform in self.platforms:
             return []
         return [Refusal("platform", f"runs on {', '.join(self.platforms)}, not {sys.platform}")]

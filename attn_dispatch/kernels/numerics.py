@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from attn_dispatch.private import has_amx
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 
@@ -28,10 +28,9 @@ def kernel_bytes(problem: Problem, keys: int) -> int:
     """
     if problem.device.type != "cpu":
         return 0
-    amx: Any = getattr(torch.cpu, "_is_amx_tile_supported", bool)
     packed = 2 * keys * -(-problem.head_dim // PACKED) * PACKED * problem.dtype.itemsize
     tiles = torch.get_num_threads() * 4096 * (512 + problem.head_dim)
-    return tiles + packed * (problem.dtype.itemsize < 4 and amx())
+    return tiles + packed * (problem.dtype.itemsize < 4 and has_amx())
 
 
 def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:

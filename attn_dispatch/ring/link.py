@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attn_dispatch import process_state
+from attn_dispatch import private, process_state
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, GroupMismatch, InvalidInput
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.ring.engine.exchange import Transport, current_device, lost
@@ -216,8 +216,10 @@ def _gloo_beside(group: Any) -> Any:
     ranks = dist.get_process_group_ranks(group)
     name = f"attn_dispatch/{group.group_name}/{digest_of(ranks)[0]}"
     c10d: Any = dist.distributed_c10d
-    store = c10d.PrefixStore(name, c10d._get_default_store())
-    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    default_store = private.of_torch("torch.distributed.distributed_c10d:_get_default_store")
+    store = c10d.PrefixStore(name, default_store())
+    backend_of = getattr(group, "_get_backend", lambda device: None)
+    options = getattr(backend_of(torch.device("cuda")), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)  # where it tells
     return dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timeout)
 

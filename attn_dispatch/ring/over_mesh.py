@@ -14,8 +14,8 @@ from attn_dispatch.decisions.call import Rewritten, notify, observed, only
 from attn_dispatch.decisions.decide import drop_oldest
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
-from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.log import logger
+from attn_dispatch.private import CheckpointStop
 from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent
 from attn_dispatch.ring.rows.data import Held
@@ -196,7 +196,7 @@ def _run(sharded: ShardedProblem, decision: Decision, call: Call) -> Any:
         with torch.autocast(call.q.device.type, enabled=False):
             run = observed(sharded.run, sharded.problem)
             out, lse = run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask)
-    except (AttnDispatchError, CHECKPOINT_STOP):
+    except (AttnDispatchError, CheckpointStop):
         raise
     except Exception as error:
         what = f"{NAME} ({decision.order}) failed on rank {sharded.link.rank} on {sharded.problem}"

@@ -119,9 +119,10 @@ class DataPattern(Pattern):
 
 def _readable(x: Tensor) -> bool:
     """Whether there are values, and they are not those of a graph or mapped."""
-    from attn_dispatch.spec import tracing
+    from attn_dispatch.private import is_wrapped
+    from attn_dispatch.spec.tracing import graphed
 
-    return not (x.is_meta or tracing.graphed(x) or tracing.functorch.is_functorch_wrapped_tensor(x))
+    return not (x.is_meta or graphed(x) or is_wrapped(x))
 
 
 def _bound(form: Form, data: Tensor) -> DataPattern:

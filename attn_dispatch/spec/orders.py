@@ -68,14 +68,14 @@ def permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     if found is None:
         return None
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
 
+    from attn_dispatch.private import without_modes
     from attn_dispatch.spec import tracing
 
     if not tracing.graphed():
         return found
     # A graph that is traced with fake tensors takes no tensor made outside of it.
-    with _disable_current_modes():
+    with without_modes():
         values = found.tolist()
     return torch.tensor(values, device="cpu")
 
@@ -92,9 +92,10 @@ def permutation_of_queries(order: str, pattern: Pattern, q_len: int, k_len: int)
 def same_permutation(order: str, pattern: Pattern, other: Pattern, length: int) -> bool:
     """Whether both patterns give the same permutation."""
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():
+    from attn_dispatch.private import without_modes
+
+    with without_modes():
         one, two = (_permutation(order, each, length) for each in (pattern, other))
         return one is two if one is None or two is None else torch.equal(one, two)
 
@@ -102,11 +103,12 @@ def same_permutation(order: str, pattern: Pattern, other: Pattern, length: int) 
 @lru_cache(maxsize=16)
 def _permutation(order: str, pattern: Pattern, length: int) -> Tensor | None:
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
+
+    from attn_dispatch.private import without_modes
 
     found: Tensor | None = None
     # The cached tensor may index tensors that need gradients, in whatever mode the first call is.
-    with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
+    with torch.inference_mode(False), torch.device("cpu"), without_modes():
         if order == HILBERT:
             found = _hilbert(pattern, length)
         elif order == RESIDUE:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.private import without_modes
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 
@@ -41,7 +41,7 @@ def measured_for(problem: Problem) -> Problem:
 def pair_count(pattern: Pattern, q_len: int, k_len: int, heads: int) -> int:
     """Query-key pairs of all heads that a pattern has, each as often as the query sees the key."""
     natural = pattern.natural
-    with torch.inference_mode(False), torch.device("cpu"), _disable_current_modes():
+    with torch.inference_mode(False), torch.device("cpu"), without_modes():
         counts = Counter(natural.head_offsets(head, heads) for head in range(heads))
         return sum(count * natural.pairs(q_len, k_len, offsets) for offsets, count in counts.items())
 

@@ -9,16 +9,8 @@ from typing import Any
 import torch
 import torch.nn.attention
 
-# The functions of C++, without their Python wrappers: they are called on every hit.
-deterministic_or_warning: Callable[[], bool] = getattr(
-    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
-)
-only_warning: Callable[[], bool] = getattr(
-    torch._C, "_get_deterministic_algorithms_warn_only", torch.is_deterministic_algorithms_warn_only_enabled
-)
-_float32_matmul_precision: Callable[[], str] = getattr(
-    torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision
-)
+from attn_dispatch.private import deterministic_or_warning, float32_matmul_precision, only_warning
+
 #: The name of what `activate_flash_attention_impl` put into PyTorch's flash operators for CUDA; None before torch 2.11.
 current_flash: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
 
@@ -31,7 +23,7 @@ def deterministic() -> bool:
 def matmul_precision() -> str:
     """torch's float32 matmul precision, set by either of its two interfaces."""
     try:
-        return _float32_matmul_precision()
+        return float32_matmul_precision()
     except RuntimeError:
         # Set by the newer interface, after which the older one raises.
         places: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]

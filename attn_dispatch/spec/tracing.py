@@ -12,45 +12,32 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from attn_dispatch import process_state
+from attn_dispatch import private, process_state
 from attn_dispatch.errors import InvalidInput, NoBackend
+from attn_dispatch.private import VMAP, forward_ad, is_transformed, modes, transforms
 
-# Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
 P = ParamSpec("P")
 T = TypeVar("T")
-_REPLAYS = "_CachingTorchDispatchMode", "_CachedTorchDispatchMode"
-_HARMLESS = tuple(getattr(checkpoint, name) for name in _REPLAYS if hasattr(checkpoint, name))
-_TRACERS = (FakeTensor, FunctionalTensor)
 _operator = threading.local()
-forward_ad: Any = torch.autograd.forward_ad  #: without types; the level is private
 _SDPA = functional.scaled_dot_product_attention
 _jit_traces: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 - not exported, to type checkers
-functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-# Private; torch versions without it trace nothing before autograd.
-_early: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
-# Private: the fake tensors that torch 2.14 makes in C++ are plain `Tensor`s by type.
-_is_fake: Callable[[Any], bool] = getattr(torch._C, "_is_fake_tensor", lambda x: False)
 
 
 def graphed(*tensors: object) -> bool:
     """Whether operators are traced into a graph or not computed: torch.export, make_fx, fake tensors."""
     return (
         torch.compiler.is_compiling()
-        or _early() > 0
-        or any(getattr(mode, "_mode_key", None) is not None for mode in _modes())
-        or any(_wrapped(x) or (isinstance(x, Tensor) and _is_fake(x)) for x in tensors)
+        or private.early_mode_count() > 0
+        or any(getattr(mode, "_mode_key", None) is not None for mode in modes())
+        or any(_wrapped(x) or (isinstance(x, Tensor) and private.is_fake(x)) for x in tensors)
     )
 
 
 def is_traced(*tensors: object) -> bool:
     """Whether the call is traced, transformed by torch.func, or intercepted by a dispatch mode."""
-    return graphed(*tensors) or is_transformed() or any(not isinstance(m, _HARMLESS) for m in _modes())
+    return graphed(*tensors) or is_transformed() or any(not isinstance(m, private.REPLAYS) for m in modes())
 
 
 def as_operator(*tensors: object) -> bool:
@@ -62,10 +49,10 @@ def as_operator(*tensors: object) -> bool:
     if getattr(_operator, "runs", False) or forward_ad._current_level >= 0:
         return False
     if is_transformed():
-        return _transforms() <= {functorch.TransformType.Grad, functorch.TransformType.Vmap}
-    if any(_wrapped(x) and not isinstance(x, _TRACERS) for x in tensors):
+        return transforms() <= {private.GRAD, VMAP}
+    if any(_wrapped(x) and not isinstance(x, private.TRACERS) for x in tensors):
         return False
-    return graphed(*tensors) or any(not isinstance(mode, _HARMLESS) for mode in _modes())
+    return graphed(*tensors) or any(not isinstance(mode, private.REPLAYS) for mode in modes())
 
 
 @contextmanager
@@ -111,13 +98,17 @@ def context_parallel() -> ContextParallel | None:
     attention: Any = functional.scaled_dot_product_attention
     if attention is _SDPA:
         return None
-    for name in ("_context_parallel._attention", "_attention"):  # of newer and older versions
-        module = sys.modules.get(f"torch.distributed.tensor.experimental.{name}")
-        if module is not None and attention in getattr(module, "_replaced_functions", ()):
-            mesh = inspect.getclosurevars(attention).nonlocals["device_mesh"]
-            balanced = bool(module._cp_options.enable_load_balance)
-            return ContextParallel(mesh, balanced) if mesh.size() > 1 else None
-    return None
+    names = ("_context_parallel._attention", "_attention")  # of newer and older versions
+    loaded = (sys.modules.get(f"torch.distributed.tensor.experimental.{name}") for name in names)
+    module: Any = next(filter(None, loaded), None)
+    try:
+        if module is None or attention not in module._replaced_functions:
+            return None
+        mesh = inspect.getclosurevars(attention).nonlocals["device_mesh"]
+        balanced = bool(module._cp_options.enable_load_balance)
+    except (AttributeError, KeyError) as error:  # these names are private
+        raise NoBackend(f"the context_parallel of torch {torch.__version__} has changed: {error!r}") from error
+    return ContextParallel(mesh, balanced) if mesh.size() > 1 else None
 
 
 def make_plain(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -125,7 +116,7 @@ def make_plain(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     They are per thread: where there are any, it is called in a new one, which takes a millisecond.
     """
-    if graphed() or is_transformed() or _modes() or torch._C._len_torch_function_stack():
+    if graphed() or is_transformed() or modes() or private.function_mode_count():
         return in_new_thread(make, *args, **kwargs)
     with torch.inference_mode(False):
         return make(*args, **kwargs)
@@ -147,23 +138,14 @@ def in_new_thread(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return found.result()
 
 
-def _modes() -> list[Any]:
-    return _get_current_dispatch_mode_stack()
-
-
-def is_transformed() -> bool:
-    """Whether a transform of torch.func is active; torch.compile traces this."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def is_mapped() -> bool:
     """Whether torch.vmap is active; jacfwd, jacrev and hessian call it too."""
-    return functorch.TransformType.Vmap in _transforms()
+    return VMAP in transforms()
 
 
 def differentiates() -> bool:
     """Whether torch.func or forward mode takes derivatives; torch.compile asks this, too, while it traces."""
-    return forward_ad._current_level >= 0 or bool(_transforms() - {functorch.TransformType.Vmap})
+    return forward_ad._current_level >= 0 or bool(transforms() - {VMAP})
 
 
 vars(differentiates)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result, which loads SymPy
@@ -174,12 +156,7 @@ def has_tangents(*tensors: object) -> bool:
     if forward_ad._current_level < 0:
         return False
     given = (x for x in tensors if isinstance(x, Tensor))
-    return is_transformed() or any(forward_ad.unpack_dual(x).tangent is not None for x in given)
-
-
-def _transforms() -> set[Any]:
-    """The kinds of the active transforms of torch.func."""
-    return {each.key() for each in functorch.get_interpreter_stack() or ()}
+    return is_transformed() or any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in given)
 
 
 def _wrapped(x: object) -> bool:

@@ -6,25 +6,30 @@ long call it can cost many times what it measures, so that trials use the operat
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from itertools import accumulate, chain
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from attn_dispatch.private import of_torch
 
 T = TypeVar("T")
+_PROFILER = (
+    "torch.autograd.profiler_legacy:profile",
+    "torch.autograd:_enable_profiler_legacy",
+    "torch.autograd:_disable_profiler_legacy",
+)
 
 
 def allocated_peak(call: Callable[[], T]) -> tuple[T, int]:
     """Run `call` once; its result, and the peak of torch's allocations on this thread, in bytes."""
     # The legacy profiler, since the newer one prints to stderr as it starts (seen with torch 2.13).
-    autograd: Any = importlib.import_module("torch.autograd")
-    legacy: Any = importlib.import_module("torch.autograd.profiler_legacy")
-    autograd._enable_profiler_legacy(legacy.profile(profile_memory=True).config())
+    profile, start, stop = map(of_torch, _PROFILER)
+    start(profile(profile_memory=True).config())
     try:
         result = call()
     finally:
-        records = list(chain.from_iterable(autograd._disable_profiler_legacy()))
-    start = next(record for record in records if record.name() == "__start_profile")
-    changes = sorted((record for record in records if record.kind() == "memory_alloc"), key=start.cpu_elapsed_us)
+        records = list(chain.from_iterable(stop()))
+    begun = next(record for record in records if record.name() == "__start_profile")
+    changes = sorted((record for record in records if record.kind() == "memory_alloc"), key=begun.cpu_elapsed_us)
     # Allocations are positive, frees negative.
     return result, max(accumulate((change.cpu_memory_usage() for change in changes), initial=0))

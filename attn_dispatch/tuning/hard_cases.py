@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_dispatch.kernels.hidden import Hidden, keys_hidden_together, unseen_keys
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.private import DispatchMode
 from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
@@ -327,14 +327,14 @@ def nan_memory(problem: Problem, *, in_torch: bool) -> Iterator[None]:
     """
     _free_nan_blocks(problem)
     # Where a mode cannot ignore compiler internals, code that first runs under one is never compiled.
-    if in_torch and hasattr(TorchDispatchMode, "ignore_compile_internals"):
+    if in_torch and hasattr(DispatchMode, "ignore_compile_internals"):
         with _NanFactories():  # type: ignore[no-untyped-call]
             yield
     else:
         yield
 
 
-class _NanFactories(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NanFactories(DispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # By default PyTorch wraps the method below so that its first call loads torch._dynamo, for a second or more.

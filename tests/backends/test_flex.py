@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_dispatch import private
 from attn_dispatch.backends import flex, flex_flash
 from attn_dispatch.decisions import trial_limits
 from attn_dispatch.dispatch import attend
@@ -109,7 +110,7 @@ def test_a_machine_that_cannot_compile(
 ) -> None:
     compiler = tmp_path / "g++"
     compiler.touch(mode=0o755)
-    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    monkeypatch.setattr(private, "has_avx2", lambda: True)
     for name, value in {"CXX": str(compiler), **environment}.items():
         monkeypatch.setenv(name, value)
     requirements._refusals.cache_clear()

@@ -209,7 +209,6 @@ def test_adapters_refuse_only_the_unsupported(adapter: str, calls: list[dict[str
     assert {name for name, reasons in refused.items() if reasons} == expected
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
 @pytest.mark.parametrize("adapter", ["flash2", "flash3", "flash4", "xformers"])
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_other_libraries_refuse_tangents(adapter: str, needs_grad: bool, calls: list[dict[str, Any]]) -> None:

@@ -70,7 +70,6 @@ def gradient(pattern: DataPattern, run: Callable[..., Any] = attended, **argumen
     return k.grad
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
 @pytest.mark.parametrize("number", range(4))
 def test_derivatives(number: int) -> None:
     (q, k, v), pattern = qkv(), patterns()[number]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, register
+from attn_dispatch import attend, private, register
 from attn_dispatch.calls import routes, tensor_match
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Window
@@ -282,14 +282,12 @@ def always(answer: bool) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    "guards",
-    [None, SimpleNamespace(), *(SimpleNamespace(TensorGuards=always(answer)) for answer in (True, False))],
-    ids=["missing", "renamed", "says-yes", "says-no"],
+    "guards", [private.lost("guards"), always(True), always(False)], ids=["missing", "says-yes", "says-no"]
 )
 def test_guards_are_tested_before_use(guards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor_match._guards_work.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr("torch._C._dynamo.guards", guards)
+        patch.setattr(private, "tensor_guards", guards)
         assert not tensor_match._guards_work()
         like = tensor_match.fits(*qkv())
     tensor_match._guards_work.cache_clear()

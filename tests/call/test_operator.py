@@ -149,7 +149,6 @@ def test_second_derivatives_are_refused() -> None:
             torch.autograd.grad(grad.sum(), q)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
 @thinned("pattern", [Dense(is_causal=True), Window(4, 2), Dilated((4, 16), (1, 2))], 3, ids=str)
 def test_transforms_of_torch_func(pattern: Pattern) -> None:
     """vmap by folding examples into the batch, with masks; grad, vjp, jacrev and grads of single examples."""
@@ -232,7 +231,6 @@ def test_what_the_host_reads_is_no_constant_of_a_graph() -> None:
         make_fx(lambda q, k, v: attended(q, k, v, **dropped), tracing_mode="symbolic")(*qkv())
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("given", [{}, {"backend": "manual"}, {"documents": torch.zeros(1, 16).long()}], ids=str)
 def test_torch_jit_is_refused(given: dict[str, Any]) -> None:
     traced: Any = torch.jit.trace

@@ -115,7 +115,6 @@ RUNS: dict[str, Run] = {
 KINDS = [pytest.param(kind, marks=[pytest.mark.full] * (kind == "symbolic")) for kind in RUNS]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
 @pytest.mark.parametrize("rows", [2, 0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_wrong_value_is_refused_by_name(kind: str, rows: int, set_mode: Any) -> None:
@@ -135,7 +134,6 @@ def test_every_wrong_value_is_refused_by_name(kind: str, rows: int, set_mode: An
                     RUNS[kind]([*qkv[:index], other, *qkv[index + 1 :]], {"return_lse": True})
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_result_or_a_refusal_by_name(kind: str, request: pytest.FixtureRequest, set_mode: Any) -> None:
     """Of right and wrong arguments: no bare exception of Python or PyTorch."""

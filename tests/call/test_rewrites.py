@@ -99,7 +99,6 @@ def test_documents(monkeypatch: pytest.MonkeyPatch) -> None:
         attend(Q, K, V, documents=IDS, backend="manual")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
 def test_in_transforms() -> None:
     backends = []
 

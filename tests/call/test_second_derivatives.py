@@ -190,7 +190,6 @@ FIRST = ("vmap", "grad", "jacrev", "grads of examples")  #: what every backend w
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, at its first jvp
 @crossed(
     lambda name, backend, pattern: {"name": name, "backend": backend},
     too_slow=lambda name, backend, pattern: backend in ("sdpa_mask", "tiles", "flex"),
@@ -211,7 +210,6 @@ def test_transforms_are_right_or_refused(name: str, backend: str | None, pattern
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("name", ["jvp", "dual"])
 def test_a_graph_does_not_drop_tangents(name: str) -> None:
     """PyTorch gives none, or wrong ones, for an operator that has none."""
@@ -227,7 +225,6 @@ def test_a_graph_does_not_drop_tangents(name: str) -> None:
             assert close(TRANSFORMS[name](graph, q), TRANSFORMS[name](run, q).double())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @thinned(("name", "packed"), product(TERMS, [{}, {"documents": torch.arange(LENGTH).expand(BATCH, -1) // 10}]), 3)
 def test_tangents_of_every_tensor(name: str, packed: dict[str, Any]) -> None:
     """The weighted sum of the results' tangents is that of the gradients: with masks, terms, a sink, NaN in padding."""

@@ -18,7 +18,7 @@ from tests.support.processes import printed
 ROOT = Path(attn_dispatch.__file__).parent
 
 #: At the top of the package: open to every room; and the functions that users call.
-BASE = {"errors", "log", "process_state", "settings", "text"}
+BASE = {"errors", "log", "private", "process_state", "settings", "text"}
 API = {"blocks", "dispatch", "profiling", "recording"}
 #: What a room imports, the base modules apart. A room may import what these import, too. The entry modules are
 #: `__init__` and `__main__`.
@@ -54,7 +54,7 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 LINES = {
     "api": 925,
     "backends": 2045,
-    "base": 300,
+    "base": 440,
     "calls": 1095,
     "cli": 3020,
     "compat": 510,

@@ -20,6 +20,7 @@ HELD = {
     "decisions.call._observers",
     "kernels.device_cache._captured",
     "kernels.registry._guards",
+    "private.NAMES",
     "ring.link._links",
     "store.quarantine._own_markers",
 }

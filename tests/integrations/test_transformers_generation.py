@@ -98,7 +98,6 @@ def test_prefill_in_two_parts(name: str, asked: list[str]) -> None:
     assert_close(torch.cat([first.logits, second.logits], 1), whole)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, of inductor
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

@@ -66,7 +66,6 @@ def called(backend: str, inputs: Sequence[Tensor], **tensors: Any) -> Any:
     return attend(q, k, v, PATTERNS[backend], backend=backend, **tensors)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own
 @of_backends("which", (0, 1, 2))
 def test_tangents_are_refused(backend: str, which: int) -> None:
     """Dropped, they would be zeros without a word; a level without tangents changes nothing."""
@@ -80,7 +79,6 @@ def test_tangents_are_refused(backend: str, which: int) -> None:
             called(backend, inputs)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["native", "flex", *["triton"] * INTERPRETED])
 @pytest.mark.parametrize("term", ["bias", "alibi_slopes"])
 def test_tangents_of_score_terms_are_refused(backend: str, term: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from attn_dispatch import private
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
 
@@ -16,7 +17,7 @@ X = torch.ones(3)
 def test_fake_tensors_that_are_no_subclass(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.14 makes them, in C++: known by one function."""
     assert not tracing.graphed(X)
-    monkeypatch.setattr(tracing, "_is_fake", lambda x: x is X)
+    monkeypatch.setattr(private, "is_fake", lambda x: x is X)
     assert tracing.graphed(X)
     assert tracing.is_traced(X)
     assert tracing.as_operator(X)

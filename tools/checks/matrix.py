@@ -70,11 +70,11 @@ class Environment(NamedTuple):
     without: str = ""
 
 
-NEWEST = "2.13.0"  #: the version that the README's commands install
+PINNED = "2.13.0"  #: the version that the README's commands install
 ENVIRONMENTS = (
-    *(Environment(f"py3.11-torch{torch}", "3.11", torch) for torch in ("2.6.0", "2.9.1", NEWEST)),
-    *(Environment(f"py{python}-torch{NEWEST}", python, NEWEST) for python in ("3.12", "3.13", "3.14")),
-    *(Environment(f"no-{what}", "3.11", NEWEST, what) for what in ("g++", "triton")),
+    *(Environment(f"py3.11-torch{torch}", "3.11", torch) for torch in ("2.6.0", "2.9.1", PINNED, "2.14.1", "2.15.0")),
+    *(Environment(f"py{python}-torch{PINNED}", python, PINNED) for python in ("3.12", "3.13", "3.14")),
+    *(Environment(f"no-{what}", "3.11", PINNED, what) for what in ("g++", "triton")),
 )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_dispatch.decisions.graphs.encoding import SCHEMA, Encoded, decoded_pattern, encoded
 from attn_dispatch.decisions.unmeasured import check_names
@@ -21,6 +20,7 @@ from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import NO_TANGENTS, refuse_second
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.private import forward_ad, modes
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.problem import Call, Problem, dropout
@@ -151,7 +151,7 @@ def _kind(x: Tensor) -> str:
 
 def refuse_tangents() -> None:
     """An operator does not see which of its inputs had tangents, which PyTorch drops without a word."""
-    if tracing.forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:
         raise BackendFailed(NO_TANGENTS.format("attn_dispatch::attend in a graph"))
 
 
@@ -275,7 +275,7 @@ def count_flops() -> None:
     for packet, formula in {ops.attend: _forward_flops, ops.attend_backward: _backward_flops}.items():
         if packet not in counter.flop_registry:
             counter.register_flop_formula(packet)(formula)
-        for mode in _get_current_dispatch_mode_stack():  # those that were entered before
+        for mode in modes():  # those that were entered before
             formulas = getattr(getattr(mode, "counter", mode), "flop_registry", None)
             if formulas is not None:
                 formulas.setdefault(packet, counter.flop_registry[packet])

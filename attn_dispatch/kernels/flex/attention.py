@@ -45,6 +45,7 @@ from attn_dispatch.kernels.flex.mask import (
 from attn_dispatch.kernels.formula import bounded
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.private import without_function_modes
 from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL, ORDERS, permutation, places, serves, token_order_of
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
@@ -249,8 +250,7 @@ def _plain_torch_state(problem: Problem) -> Iterator[None]:
     """Set the same torch state for every call: the compiler compiles a kernel per state."""
     with ExitStack() as stack:
         # One of these modes is the default device; inside, every new tensor names its device.
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        stack.enter_context(without_function_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(problem.needs_grad))
         yield

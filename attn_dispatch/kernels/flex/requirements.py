@@ -6,8 +6,7 @@ import os
 import sys
 from functools import cache
 
-import torch
-
+from attn_dispatch import private
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.machine.compiler import compiler
 
@@ -27,7 +26,7 @@ def _refusals(*environment: str | None) -> tuple[Refusal, ...]:
     if len(cxx) > 1:  # it takes all of $CXX as one program
         text = f"torch.compile takes a C++ compiler without arguments and launchers, and $CXX is {os.environ['CXX']!r}"
         return (Refusal("not_installed", text),)
-    if sys.platform == "darwin" or not torch.cpu._is_avx2_supported():
+    if sys.platform == "darwin" or not private.has_avx2():
         return (Refusal("processor", "its CPU kernel needs AVX2, and not macOS"),)
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         return (Refusal("processor", "its CPU kernel needs AVX2, which $ATEN_CPU_CAPABILITY=default turns off"),)

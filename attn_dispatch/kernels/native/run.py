@@ -18,8 +18,8 @@ from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.tables import TILE, NativeTables, few_query_tables, native_tables
 from attn_dispatch.machine.memory import LARGE_PAGE, in_large_pages
+from attn_dispatch.private import forward_ad
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.tracing import forward_ad
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  #: in attention.cpp's numbering
 VECTOR = 16  #: floats of the widest vector; rows of dk and dv sums are padded to it

@@ -27,8 +27,8 @@ from attn_dispatch.kernels.triton.support import (
     launch,
 )
 from attn_dispatch.kernels.triton.work_list import Bounds
+from attn_dispatch.private import forward_ad
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.tracing import forward_ad
 
 MOST_KEPT = 2**20  #: bytes of lists that a function keeps; thousands may be alive
 ALIGNMENT = 16  #: bytes; Triton compiles for addresses that are multiples, and for others
