@@ -109,4 +109,12 @@ def _pattern_title(pattern: Mapping[str, Any]) -> str:
     which = "" if all(axes) else "=" + ",".join(str(int(axis)) for axis in axes)
     words += where_true({f"causal{which}": any(axes), "sinks": "with_sinks" in pattern})
     words += [f"{name}={pattern[name]}" for name, usual in USUAL.items() if pattern.get(name, usual) != usual]
-    return f"{pattern['kind']}({' '.join(words)})"
+    return f"{pattern['kind'].removesuffix('Form')}({' '.join([*words, *_form_words(pattern)])})"
+
+
+def _form_words(pattern: Mapping[str, Any]) -> list[str]:
+    """What is told of a mask made of data besides its density."""
+    words = [f"size={','.join(map(str, pattern['size']))}"] if "size" in pattern else []
+    words += [f"intervals={pattern['intervals']}"] if "intervals" in pattern else []
+    words += [f"within {_pattern_title(pattern_class(pattern['within']))}"] if "within" in pattern else []
+    return words + where_true({"lists": pattern.get("is_list", False), "by row": pattern.get("by_row", False)})

@@ -19,7 +19,7 @@ from attn_dispatch.learning.features import (
     features,
 )
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
-from attn_dispatch.spec.groups import SIZES, group_of
+from attn_dispatch.spec.groups import SIZES, group_of, title
 from tests.support.made_up import PROBLEM, problem_at
 
 DILATED: dict[str, Any] = {"kind": "Dilated", "dilation_rates": [1, 2], "is_causal": True}
@@ -74,6 +74,11 @@ def test_density_and_imbalance_are_sizes_where_they_are_known() -> None:
     assert away(imbalance=2) == OF_DATA_DISTANCES["imbalance"]
     assert group_of(of()) == group_of(of(density=-9, imbalance=0)) != group_of(of(density=None, imbalance=None))
     assert group_of(of()) != group_of(of(size=[32, 32]))
+    assert title(of()) == "float32 d64 Blocks(size=64,64) forward"
+    more: dict[str, Any] = {"within": WINDOW, "is_list": True, "by_row": True, "heads": "kv_heads"}
+    assert "Blocks(heads=kv_heads size=64,64 within Window(causal) lists by row)" in title(of(**more))
+    ranges = {"kind": "RangesForm", "intervals": 2, "by_row": False}
+    assert "Ranges(intervals=2)" in title({**PROBLEM, "pattern": ranges})
     assert len({bucket(of()), bucket(of(density=-5)), bucket(of(imbalance=0)), bucket(of(density=None))}) == 4
 
 
