@@ -1,22 +1,14 @@
-"""Reads a mask function of (batch, head, query, key): by calling it with stand-ins that note what is compared, else by
-what it returns for all queries and keys.
+"""Reads a mask function of (batch, head, query, key) by calling it with stand-ins that note what is compared.
 
 Sound: whatever is not modelled here raises. torch.compile traces `read`, and cannot look into closures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-from attn_dispatch.spec.data import Ranges
-
-MOST_RUNS = 3  #: intervals of keys that a query may see
-PIECE = 2**22  #: pairs of queries and keys that a mask function is asked about at once
 
 
 class Unreadable(TypeError):
@@ -243,50 +235,3 @@ class _Distance:
 
     def __gt__(self, n: Any) -> _All:
         return self.__ge__(n + 1)
-
-
-# --- by what it returns ---------------------------------------------------------------------------------------
-
-
-def evaluated(seen: Callable[[int, int], Tensor], batch: int, q_len: int, k_len: int) -> Facts | Ranges:
-    """The bounds of distances, where these say all of a mask, else the intervals of keys that each query sees.
-
-    Args:
-        seen: bool [batch, queries, k_len] of some queries: of the number of the first, and how many they are. Distances
-            are those of queries at the end of the keys.
-
-    Raises:
-        Unreadable: a query sees more than MOST_RUNS runs of keys.
-    """
-    step = max(1, PIECE // max(1, batch * k_len))
-    found = torch.cat([_intervals(seen(at, min(step, q_len - at)), at) for at in range(0, q_len, step)], -1)
-    found = found[:, :1] if bool((found == found[:, :1]).all()) else found
-    runs = int((found[0] <= found[1]).any(-1).any(0).sum())
-    if found.shape[1] > 1 or runs != 1:
-        return Ranges(*found[:, :, : max(1, runs)])
-    first, last = found[:, 0, 0]
-    at = torch.arange(k_len - q_len, k_len, device=first.device)
-    low, high = int((first - at).min()), int((last - at).max())
-    if low > 0 or high < 0 or not (_is_moved(first, at, low, k_len) and _is_moved(last, at, high, k_len)):
-        return Ranges(*found[:, :, :1])
-    return Facts(low if bool(first.any()) else None, high if bool((last < k_len - 1).any()) else None)
-
-
-def _is_moved(x: Tensor, at: Tensor, by: int, k_len: int) -> bool:
-    return torch.equal(x, (at + by).clamp(0, k_len - 1))
-
-
-def _intervals(seen: Tensor, first_query: int) -> Tensor:
-    """The first and last keys [2, batch, MOST_RUNS, queries] of the runs of each query; of none: 1 and 0."""
-    batch, q_len, _ = seen.shape
-    seen = seen[:1] if seen.stride(0) == 0 else seen
-    edges = functional.pad(seen, (1, 1))
-    rows, at = (edges[..., 1:] != edges[..., :-1]).flatten(0, 1).nonzero().unbind(1)
-    rows, ends = rows[::2], torch.stack([at[::2], at[1::2] - 1])
-    counts = rows.bincount(minlength=len(seen) * q_len)
-    if int(most := counts.max()) > MOST_RUNS:
-        query = first_query + int(counts.argmax()) % q_len
-        raise Unreadable(f"query {query} sees {int(most)} runs of keys, where {MOST_RUNS} can be told")
-    found = rows.new_tensor([1, 0])[:, None, None].repeat(1, len(counts), MOST_RUNS)
-    found[:, rows, torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]] = ends
-    return found.reshape(2, len(seen), q_len, MOST_RUNS).transpose(2, 3).expand(-1, batch, -1, -1)

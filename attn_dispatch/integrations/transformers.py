@@ -28,7 +28,8 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import unmasked
 from attn_dispatch.integrations.attention_interface import refuse_models_without_it
 from attn_dispatch.integrations.libraries import library
-from attn_dispatch.integrations.mask_functions import Facts, Unreadable, evaluated, read
+from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
+from attn_dispatch.integrations.mask_runs import evaluated
 from attn_dispatch.log import say_once
 from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
@@ -172,16 +173,22 @@ def _keys(
     if size[2] == 1:
         seen: Tensor = dense(q_length=1, q_offset=q_offset)[:, 0, 0]
         return Keys(Dense(), size, seen if key_mask is None else key_mask & seen)
-    found: Keys = _evaluated(dense, size, key_mask, q_offset)  # pyright: ignore[reportCallIssue]
+    found: Keys = _evaluated(dense, size, key_mask, q_offset, kv_offset)  # pyright: ignore[reportCallIssue]
     return found
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _evaluated(dense: Any, size: Size, key_mask: Tensor | None, q_offset: Any) -> Keys:
+def _evaluated(dense: Any, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any) -> Keys:
     """A mask of several queries by its values, between the graphs of torch.compile. Raises Unreadable."""
     if is_tracing(key_mask):
         raise Unreadable("its values would be read, which a graph cannot")
-    found = evaluated(lambda at, n: dense(q_length=n, q_offset=q_offset + at)[:, 0], size[0], *size[2:])
+    queries, keys = (torch.arange(n, device=dense.keywords.get("device", "cpu")) for n in size[2:])
+
+    def seen(at: int, n: int) -> Tensor:
+        return dense(q_length=n, q_offset=q_offset + at)[:, 0]  # type: ignore[no-any-return]
+
+    function = dense.keywords["mask_function"]
+    found = evaluated(function, queries + q_offset, keys + kv_offset, size[0], seen)
     if isinstance(found, Ranges):
         return Keys(found, size, key_mask, is_checked=True)
     return Keys(_pattern(found, key_mask, None), size, key_mask)

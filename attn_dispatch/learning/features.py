@@ -21,6 +21,8 @@ DETERMINISTIC_DISTANCE = 1.0
 PRECISION_DISTANCE = 2.0  #: for each level of `PRECISION_LEVELS`
 STRIDES_DISTANCE = 0.5  #: where q, k and v all differ
 KV_GROUPS_DISTANCE = 0.5  #: for each doubling of heads / kv_heads
+#: For each half octave of what a mask made of data leaves, and each octave by which its longest row is longer.
+OF_DATA_DISTANCES = {"density": 1.0, "imbalance": 0.5}
 
 
 def features(problem: Mapping[str, Any]) -> tuple[float, ...]:
@@ -38,6 +40,7 @@ def features(problem: Mapping[str, Any]) -> tuple[float, ...]:
         math.log2(problem["k_len"]),
         math.log2(problem["batch"] * heads),
         *_pattern_octaves(problem),
+        *_data_distances(problem["pattern"]),
         KV_GROUPS_DISTANCE * math.log2(heads / problem["kv_heads"]),
         LSE_DISTANCE * bool(problem["return_lse"]),
         SCALE_DISTANCE * _has_custom_scale(problem),
@@ -58,7 +61,7 @@ def bucket(problem: Mapping[str, Any]) -> tuple[Any, ...]:
     pattern = _natural_pattern(problem["pattern"])
     sizes = [None if size is None else _bucket_index(size) for size in _pattern_sizes(pattern)]
     axes = tuple(size > 1 for size in problem.get("bias", ())), problem.get("alibi_axes", 0)
-    others.append(problem.get("flash_kernel"))
+    others += [problem.get("flash_kernel"), _data_distances(pattern)]
     return (group_of(problem), *others, _has_custom_scale(problem), *axes, *counts, *sizes)
 
 
@@ -88,6 +91,11 @@ def _pattern_octaves(problem: Mapping[str, Any]) -> list[float]:
     sizes = [problem["k_len"] if size is None else size + itself for size in _pattern_sizes(pattern)]
     weight = 1 / math.sqrt(max(len(sizes), 1))
     return [weight * math.log2(size) for size in sizes]
+
+
+def _data_distances(pattern: Mapping[str, Any]) -> tuple[float, ...]:
+    """Unknown ones are in the group."""
+    return tuple(scale * pattern[name] for name, scale in OF_DATA_DISTANCES.items() if pattern.get(name) is not None)
 
 
 def _has_custom_scale(problem: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from attn_dispatch.learning.predict import NOISE, Evidence, EvidencePoint, is_timed
-from attn_dispatch.spec.groups import SIZES, USUAL, group_of
+from attn_dispatch.spec.groups import OF_DATA, SIZES, USUAL, group_of
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import Decision, Row
 from attn_dispatch.tuning.intervals import LAST_LOOK, MARGIN, ONE_LOOK, fewest
@@ -59,7 +59,7 @@ class SpeedupSeries:
 def family_of(problem: Mapping[str, Any]) -> dict[str, Any]:
     """The pattern without its grid, in plain values. Raises KeyError or TypeError for an invalid problem."""
     plain = json.loads(json.dumps(problem["pattern"]))
-    return {name: value for name, value in plain.items() if name not in ("grid", "density")}
+    return {name: value for name, value in plain.items() if name not in ("grid", *OF_DATA)}
 
 
 def family_title(family: Mapping[str, Any]) -> str:
@@ -75,7 +75,7 @@ def family_title(family: Mapping[str, Any]) -> str:
     axes = causal if isinstance(causal, list | tuple) else [causal]
     if any(axes):
         words.append("causal" if all(axes) else "causal=" + ",".join("1" if axis else "0" for axis in axes))
-    return f"{family.get('kind', '?')}({' '.join(words)})"
+    return f"{family.get('kind', '?').removesuffix('Form')}({' '.join(words)})"
 
 
 def family_distance(family: Mapping[str, Any], other: Mapping[str, Any]) -> float:
@@ -96,7 +96,7 @@ def all_series(decisions: Iterable[Decision]) -> list[SpeedupSeries]:
 
 
 def density_series(decisions: Iterable[Decision]) -> list[SpeedupSeries]:
-    """For each problem with a mask made of data, but for its density: the time of the fastest backend that computes all
+    """For each problem with a mask made of data, but for its `OF_DATA`: the time of the fastest backend that computes all
     pairs / that of the fastest that skips, by `PER_DENSITY / density`. Sorted by silicon and problem.
     """
     found: defaultdict[tuple[str, str], list[tuple[Decision, Speedup]]] = defaultdict(list)

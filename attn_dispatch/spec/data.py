@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FAR = 2**30  #: positions are cut to +-FAR, so that they fit an int32
 SPARSEST = -40  #: half octaves; the density of a pattern without pairs
+MOST_UNEVEN = 2  #: octaves
 
 
 class Form(Pattern):
     """A pattern that holds tensors, without them: frozen and hashable. Base of the forms.
 
-    `density` is the share of the query-key pairs that are seen, in half octaves below 1; None: not known.
+    `density` is the share of the query-key pairs that are seen, in half octaves below 1; `imbalance` is how much more
+    the query that sees most sees than the mean one, in octaves up to `MOST_UNEVEN`. None: not known.
     """
 
     __slots__ = ()
     holds_data = True
     density: int | None
+    imbalance: int | None
 
     @abstractmethod
     def bound(self, data: Tensor) -> DataPattern:  # type: ignore[override]
@@ -49,8 +52,9 @@ class Form(Pattern):
     def seen(self, queries: Tensor, q_len: int, k_len: int, offsets: Offsets) -> Tensor:
         return queries.new_ones(k_len) > 0  # which ones the data say: see `hidden.Hidden`
 
-    def _density(self) -> str:
-        return "" if self.density is None else f", density={2 ** (self.density / 2):.2g}"
+    def _classes(self) -> str:
+        density = "" if self.density is None else f", density={2 ** (self.density / 2):.2g}"
+        return density + (f", longest row {2**self.imbalance}x" if self.imbalance else "")
 
 
 class DataPattern(Pattern):
@@ -60,15 +64,15 @@ class DataPattern(Pattern):
     `data` is what backends get. `given` are the caller's tensors by name, with their version counters.
     """
 
-    __slots__ = ("_densities", "data", "given")
+    __slots__ = ("_known", "data", "given")
     holds_data = True
-    _densities: dict[int, int]
+    _known: dict[int, tuple[int, int]]
     data: Tensor
     given: tuple[tuple[str, Tensor, int | None], ...]
     __hash__ = None  # type: ignore[assignment]
 
     def _hold(self, data: Tensor, **given: Tensor) -> None:
-        self.data, self._densities = data, {}
+        self.data, self._known = data, {}
         self._note(**given)
 
     def _note(self, **given: Tensor) -> None:
@@ -87,7 +91,7 @@ class DataPattern(Pattern):
 
     @abstractmethod
     def form(self, k_len: int | None, heads: int, kv_heads: int) -> Form:
-        """What a problem holds of it. Without k_len no value is read, and the density is unknown."""
+        """What a problem holds of it. Without k_len no value is read: its classes are unknown."""
 
     @abstractmethod
     def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
@@ -100,21 +104,40 @@ class DataPattern(Pattern):
                 raise InvalidInput(f"{name} was changed in place after its {kind} was made: make a new {kind}")
 
     @abstractmethod
-    def _seen_share(self, k_len: int) -> Tensor:
-        """The share of the query-key pairs that are seen: a scalar."""
+    def _seen_shares(self, k_len: int) -> Tensor:
+        """The share of the keys that each row of the data sees."""
 
-    def _density(self, k_len: int | None) -> int | None:
+    def _classes(self, k_len: int | None) -> tuple[int, int] | tuple[None, None]:
+        """The density and imbalance of a form."""
         from attn_dispatch.spec.tracing import graphed, is_transformed
 
         if not isinstance(k_len, int):  # None, or symbolic
-            return None
-        if (known := self._densities.get(k_len)) is not None:
+            return None, None
+        if (known := self._known.get(k_len)) is not None:
             return known
         if self.data.is_meta or graphed(self.data) or is_transformed():
-            return None
-        share = min(1.0, float(self._seen_share(k_len)))
-        self._densities[k_len] = max(SPARSEST, round(2 * math.log2(share))) if share > 0 else SPARSEST
-        return self._densities[k_len]
+            return None, None
+        mean, most = _mean_and_most(self._seen_shares(k_len).double())
+        self._known[k_len] = known = _half_octaves(min(1.0, mean)), _uneven(mean, most)
+        return known
+
+
+def _mean_and_most(shares: Tensor) -> tuple[float, float]:
+    """With one wait for the device."""
+    import torch
+
+    if not shares.numel():
+        return 0.0, 0.0
+    mean, most = torch.stack([shares.mean(), shares.max()]).tolist()
+    return mean, most
+
+
+def _half_octaves(share: float) -> int:
+    return max(SPARSEST, round(2 * math.log2(share))) if share > 0 else SPARSEST
+
+
+def _uneven(mean: float, most: float) -> int:
+    return min(MOST_UNEVEN, round(math.log2(most / mean))) if mean > 0 else 0
 
 
 def _readable(x: Tensor) -> bool:
@@ -158,11 +181,12 @@ class RangesForm(Form):
     intervals: int
     by_row: bool
     density: int | None = None
+    imbalance: int | None = None
 
     def __post_init__(self) -> None:
         integer("intervals", self.intervals, 1)
         boolean("by_row", self.by_row)
-        _check_density(self.density)
+        _check_classes(self)
 
     def bound(self, data: Tensor) -> Ranges:  # type: ignore[override]
         found = object.__new__(Ranges)
@@ -170,7 +194,7 @@ class RangesForm(Form):
         return found
 
     def __str__(self) -> str:
-        return f"Ranges({self.intervals} per query{', by row' * self.by_row}{self._density()})"
+        return f"Ranges({self.intervals} per query{', by row' * self.by_row}{self._classes()})"
 
 
 class Ranges(DataPattern):
@@ -230,7 +254,7 @@ class Ranges(DataPattern):
 
     def form(self, k_len: int | None, heads: int, kv_heads: int) -> RangesForm:
         _, rows, branches, _ = self.data.shape
-        return RangesForm(branches, rows > 1, self._density(k_len))
+        return RangesForm(branches, rows > 1, *self._classes(k_len))
 
     def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
         _, rows, branches, length = self.data.shape
@@ -244,10 +268,10 @@ class Ranges(DataPattern):
         first, last = self.data
         return Ranges(first.maximum(low[:, None]), last.minimum(high[:, None]))
 
-    def _seen_share(self, k_len: int) -> Tensor:
+    def _seen_shares(self, k_len: int) -> Tensor:
         first, last = self.data.long()
-        keys: Tensor = (last.clamp(max=k_len - 1) - first.clamp(min=0) + 1).clamp(min=0)
-        return keys.sum() / max(1, keys[:, 0].numel() * k_len)
+        keys = (last.clamp(max=k_len - 1) - first.clamp(min=0) + 1).clamp(min=0)
+        return keys.sum(1) / max(1, k_len)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         first, last = self.data[..., q_pos, None]
@@ -286,6 +310,7 @@ class BlocksForm(Form):
     is_list: bool
     within: Pattern
     density: int | None = None
+    imbalance: int | None = None
 
     def __post_init__(self) -> None:
         _check_size(self.size)
@@ -293,7 +318,7 @@ class BlocksForm(Form):
         for name in ("by_row", "is_list"):
             boolean(name, getattr(self, name))
         _check_within(self.within)
-        _check_density(self.density)
+        _check_classes(self)
 
     def bound(self, data: Tensor) -> Blocks:  # type: ignore[override]
         found = object.__new__(Blocks)
@@ -321,7 +346,7 @@ class BlocksForm(Form):
     def __str__(self) -> str:
         kind = f"{'list' if self.is_list else 'table'} for {self.heads}{', by row' * self.by_row}"
         within = "" if self.within == Dense() else f", within {self.within}"
-        return f"Blocks({self.size[0]} x {self.size[1]}, {kind}{within}{self._density()})"
+        return f"Blocks({self.size[0]} x {self.size[1]}, {kind}{within}{self._classes()})"
 
 
 class Blocks(DataPattern):
@@ -359,7 +384,7 @@ class Blocks(DataPattern):
     def form(self, k_len: int | None, heads: int, kv_heads: int) -> BlocksForm:
         rows, tables = self.data.shape[:2]
         scope = "all" if tables == 1 else "kv_heads" if tables == kv_heads < heads else "heads"
-        return BlocksForm(self.size, scope, rows > 1, self.is_list, self.within, self._density(k_len))
+        return BlocksForm(self.size, scope, rows > 1, self.is_list, self.within, *self._classes(k_len))
 
     def check(self, q_len: int, k_len: int) -> None:
         super().check(q_len, k_len)
@@ -398,8 +423,8 @@ class Blocks(DataPattern):
         at = torch.where((self.data >= 0) & (self.data < k_blocks), self.data, k_blocks).long()
         return found.scatter_add_(3, at, torch.ones_like(at, dtype=torch.int32))[..., :k_blocks]
 
-    def _seen_share(self, k_len: int) -> Tensor:
-        return (self.block_counts(k_len) > 0).float().mean()
+    def _seen_shares(self, k_len: int) -> Tensor:
+        return (self.block_counts(k_len) > 0).float().mean(-1)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         import torch
@@ -437,9 +462,12 @@ def _check_within(within: object) -> None:
         raise InvalidInput(f"within must be a pattern without tensors, in natural order, got {within!r}")
 
 
-def _check_density(density: int | None) -> None:
+def _check_classes(form: Form) -> None:
+    density, imbalance = form.density, form.imbalance
     if density is not None and not (isinstance(density, int) and SPARSEST <= density <= 0):
         raise InvalidInput(f"density must be None or half octaves in {SPARSEST}..0, got {density!r}")
+    if imbalance is not None and not (isinstance(imbalance, int) and 0 <= imbalance <= MOST_UNEVEN):
+        raise InvalidInput(f"imbalance must be None or octaves in 0..{MOST_UNEVEN}, got {imbalance!r}")
 
 
 def _check_entries(table: Tensor, k_blocks: int) -> None:

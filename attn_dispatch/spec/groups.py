@@ -1,7 +1,7 @@
 """Groups of problems that differ only in sizes: measurements of some predict others. Imports no torch.
 
 A group is (dtype, head_dim, pattern class, direction), and whether tensors mask keys or weights are dropped. Lengths,
-batch, heads, windows and segments differ within a group.
+batch, heads, windows, segments and the density of masks made of data differ within a group.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from attn_dispatch.text import where_true
 
 SIZES = ("segment_lengths", "left", "right", "sinks", "grid", "window")  #: fields of a pattern; others are its class
+OF_DATA = ("density", "imbalance")  #: the same of a mask made of data, where they are known
 EXACT = ("dtype", "head_dim", "needs_grad", "has_seq_lens", "has_key_mask", "device")
 #: What a call may do to the scores besides scaling them, and the fields of a problem that say so, left out if empty.
 SCORE_TERMS = {"softcap": "softcap", "bias": "bias", "bias's gradient": "bias_needs_grad"}
@@ -63,7 +64,8 @@ def key_of(problem: Mapping[str, Any], silicon: str) -> str:
 
 def pattern_class(pattern: Mapping[str, Any]) -> dict[str, Any]:
     """A pattern without its sizes: its kind, whether it is causal, its rates, the number of grid axes."""
-    found = {name: value for name, value in pattern.items() if name not in SIZES}
+    known = {name for name in OF_DATA if pattern.get(name) is not None}
+    found = {name: value for name, value in pattern.items() if name not in {*SIZES, *known}}
     if "pattern" in pattern:  # Reordered
         found["pattern"] = pattern_class(pattern["pattern"])
     if "grid" in pattern:
@@ -107,4 +109,12 @@ def _pattern_title(pattern: Mapping[str, Any]) -> str:
     which = "" if all(axes) else "=" + ",".join(str(int(axis)) for axis in axes)
     words += where_true({f"causal{which}": any(axes), "sinks": "with_sinks" in pattern})
     words += [f"{name}={pattern[name]}" for name, usual in USUAL.items() if pattern.get(name, usual) != usual]
-    return f"{pattern['kind']}({' '.join(words)})"
+    return f"{pattern['kind'].removesuffix('Form')}({' '.join([*words, *_form_words(pattern)])})"
+
+
+def _form_words(pattern: Mapping[str, Any]) -> list[str]:
+    """What is told of a mask made of data besides its density."""
+    words = [f"size={','.join(map(str, pattern['size']))}"] if "size" in pattern else []
+    words += [f"intervals={pattern['intervals']}"] if "intervals" in pattern else []
+    words += [f"within {_pattern_title(pattern_class(pattern['within']))}"] if "within" in pattern else []
+    return words + where_true({"lists": pattern.get("is_list", False), "by row": pattern.get("by_row", False)})

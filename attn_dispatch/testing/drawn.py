@@ -56,13 +56,12 @@ def random_problem(
 
 def random_form(rng: Random, q_len: int, k_len: int) -> Form:
     """That of a pattern that holds tensors."""
-    density, by_row = rng.choice([None, -rng.randint(0, 9)]), rng.choice([False, True])
+    classes, by_row = rng.choice([(None, None), (-rng.randint(0, 9), rng.randint(0, 2))]), rng.choice([False, True])
     if rng.random() < 0.4:
-        return RangesForm(rng.randint(1, 3), by_row, density)
+        return RangesForm(rng.randint(1, 3), by_row, *classes)
     size, within = (random_block(rng), random_block(rng)), rng.choice([Dense(), random_pattern(rng, q_len, k_len)])
-    return BlocksForm(
-        size, rng.choice(("all", "kv_heads", "heads")), by_row, rng.choice([False, True]), within, density
-    )
+    scope = rng.choice(("all", "kv_heads", "heads"))
+    return BlocksForm(size, scope, by_row, rng.choice([False, True]), within, *classes)
 
 
 def random_block(rng: Random) -> int:

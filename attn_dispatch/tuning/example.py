@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, runner
-from attn_dispatch.spec.data import BlocksForm, RangesForm
+from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import randn
@@ -183,15 +183,23 @@ def _hard_intervals(form: RangesForm, problem: Problem, generator: torch.Generat
     return torch.stack([first, last]).int()
 
 
+def _row_shares(form: Form, rows: int) -> Tensor:
+    """The share of the keys that each row of a form's data sees: the density on average, rising by its imbalance."""
+    share, most = 2 ** ((form.density or 0) / 2), 2 ** (form.imbalance or 0)
+    high = min(1.0, most * share)
+    low = (most * share - high) / max(1, most - 1)
+    return low + (high - low) * ((torch.arange(rows) + 0.5) / rows) ** (most - 1)
+
+
 def _intervals(form: RangesForm, problem: Problem, generator: torch.Generator) -> Tensor:
     """As of spans beside a window: what neighbouring queries see begins or ends at the same keys."""
-    shape = problem.batch if form.by_row else 1, form.intervals, problem.q_len
-    share = 2 ** ((form.density or 0) / 2) / form.intervals
-    size = max(1, min(problem.k_len, round(share * problem.k_len)))
-    centre = torch.arange(problem.q_len) * problem.k_len // problem.q_len
+    shape, k_len = (problem.batch if form.by_row else 1, form.intervals, problem.q_len), problem.k_len
+    counts = (_row_shares(form, problem.q_len) / form.intervals * k_len).round().long().clamp(1, k_len)
+    size = int(counts.float().mean())
+    centre = torch.arange(problem.q_len) * k_len // problem.q_len
     begin = (torch.randint(0, size, shape[:2], generator=generator)[..., None] + centre) // size * size
-    first = (begin - size // 2).clamp(0, problem.k_len - size).expand(shape)
-    return torch.stack([first, first + size - 1]).int()
+    first = (begin - size // 2).clamp(min=0).minimum(k_len - counts)
+    return torch.stack([first, first + counts - 1]).int()
 
 
 def _table_shape(problem: Problem, form: BlocksForm) -> tuple[int, int, int, int]:
@@ -217,9 +225,15 @@ def _hard_block_table(form: BlocksForm, problem: Problem, generator: torch.Gener
 
 
 def _block_table(form: BlocksForm, problem: Problem, generator: torch.Generator) -> Tensor:
-    shape, share = _table_shape(problem, form), 2 ** ((form.density or 0) / 2)
-    drawn = torch.rand(shape, generator=generator)
-    return drawn.argsort(-1)[..., : max(1, round(share * shape[3]))].int() if form.is_list else drawn < share
+    """The blocks of a row are neighbours in one random order, from a random place on."""
+    *_, rows, columns = shape = _table_shape(problem, form)
+    counts = _row_shares(form, rows)[:, None] * columns + torch.rand(*shape[:3], 1, generator=generator) - 0.5
+    at, starts = torch.arange(columns), torch.randint(0, columns, (*shape[:3], 1), generator=generator)
+    chosen = torch.randperm(columns, generator=generator)[(starts + at) % columns].int()
+    named = at < counts.round()
+    if form.is_list:
+        return torch.where(named, chosen, -1)[..., : max(1, int(named.sum(-1).max()))]
+    return torch.zeros(shape, dtype=torch.bool).scatter_(-1, chosen.long(), named)
 
 
 def data_bytes(problem: Problem) -> int:

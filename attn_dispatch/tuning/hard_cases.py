@@ -157,7 +157,7 @@ def fitted(pattern: Pattern, length: int) -> Pattern:
         rows, columns = (n >> ((n - 1) // LARGEST_BLOCK).bit_length() for n in pattern.size)
         pattern = replace(pattern, size=(rows, columns), within=fitted(pattern.within, length))
     if isinstance(pattern, RangesForm | BlocksForm):  # problems of all densities share the cases
-        return replace(pattern, density=DENSITY)
+        return replace(pattern, density=DENSITY, imbalance=None)
     return replace(pattern, pattern=fitted(pattern.pattern, length)) if isinstance(pattern, Reordered) else pattern
 
 

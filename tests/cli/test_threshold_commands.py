@@ -237,7 +237,7 @@ def test_densities_below_which_skipping_pays(folder: Path, capsys: pytest.Captur
     assert below["density"] == pytest.approx(0.2, rel=0.1)
     assert below["high"] == 0.25
     assert [each["density"] for each in below["points"]] == [1.0, 0.5, 0.25, 0.125, 0.03125]
-    rows = [line for line in output(capsys, "inspect", "--thresholds").splitlines() if line.startswith("BlocksForm")]
+    rows = [line for line in output(capsys, "inspect", "--thresholds").splitlines() if line.startswith("Blocks(")]
     assert [re.split(r"\s{3,}", row)[-1] for row in rows] == [
         "never (down to 3.1 % measured)",
         "needs more densities: 2 at least",

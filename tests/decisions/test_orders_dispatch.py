@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from attn_dispatch import attend, explain, profile
+from attn_dispatch import Blocks, attend, explain, profile
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Refusal
@@ -132,6 +132,21 @@ def test_a_neighbour_is_predicted_in_its_order(installed: Installed, set_mode: C
     assert installed.tiled.last() == "hilbert"
     found = explain(*qkv(17))
     assert (found.choice, found.order, found.source) == (*HILBERT, "learned")
+
+
+def test_another_density_is_predicted(installed: Installed, set_mode: Callable[[str], None]) -> None:
+    """Of masks made of data, measured at a denser and a sparser one."""
+
+    def a_quarter(of: int) -> Blocks:
+        return Blocks((torch.arange(16) < of).expand(1, 1, 16, 16), 1)
+
+    for columns in (2, 8):
+        attend(*qkv(16), a_quarter(columns))
+    assert counted(measured=2)
+    set_mode("predict")
+    installed.restart()
+    attend(*qkv(16), a_quarter(4))
+    assert counted(learned=1)
 
 
 # --- forced -----------------------------------------------------------------------------------------------------------

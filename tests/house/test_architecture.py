@@ -60,20 +60,20 @@ LINES = {
     "compat": 510,
     "decisions": 2300,
     "entry": 115,
-    "integrations": 1410,
+    "integrations": 1720,  # masks read without all pairs of queries and keys took 300
     "kernels": 10600,  # with parts that two backends share
-    "learning": 970,
+    "learning": 980,
     "machine": 1020,
     "nn": 1585,
     "profiles": 10,
     "ring": 3960,
-    "spec": 2850,
+    "spec": 2890,
     "store": 1500,
     "testing": 910,
-    "tuning": 3780,
+    "tuning": 3790,
 }
-BESIDE = {"tests": 36_800, "tools": 6600}  #: the same for the folders beside the package
-PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
+BESIDE = {"tests": 37_150, "tools": 6720}  #: the same for the folders beside the package
+PACKAGE = 39_100  #: lines of all rooms together; masks made of data took 2,500
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import Ranges
-from attn_dispatch.integrations import mask_functions
-from attn_dispatch.integrations.mask_functions import Facts, Unreadable, evaluated, read
+from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 
 SIZE = 12
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
@@ -106,74 +104,3 @@ def test_reads_what_is_returned(function: Any) -> None:
 def test_refuses_what_it_does_not_model(function: Any) -> None:
     with pytest.raises(Unreadable):
         read(function)
-
-
-# --- by what they return ----------------------------------------------------------------------------------------------
-
-SPANS = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, 0, 0, -1], [0] * 5 + [-1] * 6 + [2]])
-
-
-def spans(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """Those of row 0 lie in two places."""
-    same = (SPANS[batch, query] == SPANS[batch, key]) & (SPANS[batch, query] >= 0)
-    return causal(batch, head, query, key) | same
-
-
-def spans_in_a_window(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return spans(batch, head, query, key) & (key > query - 4)
-
-
-def nothing(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """For half of the queries."""
-    return (query % 2 == 0) & (key <= query)
-
-
-def far(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return key <= query - 3
-
-
-def runs(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    """Three for the last queries."""
-    return (key % 4 < 2) & (key <= query)
-
-
-def of_queries(function: Any, start: int, count: int, q_len: int) -> Tensor:
-    """What a function returns [2, count, SIZE] for queries at the end of the keys."""
-    query = torch.arange(start, start + count)[None, :, None] + SIZE - q_len
-    seen = function(torch.arange(2)[:, None, None], 0, query, torch.arange(SIZE)[None, None])
-    return seen.expand(2, count, SIZE)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("q_len", [SIZE, 5])
-@pytest.mark.parametrize("queries", [SIZE, 3, 1])
-@pytest.mark.parametrize("function", [spans, spans_in_a_window, nothing, far, runs, lambda *at: at[3] < 0])
-def test_intervals(function: Any, queries: int, q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pieces of some queries each."""
-    monkeypatch.setattr(mask_functions, "PIECE", 2 * SIZE * queries)
-    found = evaluated(lambda start, count: of_queries(function, start, count, q_len), 2, q_len, SIZE)
-    assert isinstance(found, Ranges)
-    assert len(found.data[0]) == (2 if "spans" in function.__name__ else 1)
-    counts = found.multiplicity(q_len, SIZE, 1)
-    expected = of_queries(function, 0, q_len, q_len)
-    assert torch.equal(counts.expand(2, 1, -1, -1)[:, 0], expected.int())
-
-
-@pytest.mark.parametrize("q_len", [SIZE, 5])
-@pytest.mark.parametrize("function", [causal, window, distance, signed_distance, lambda *at: at[3] >= 0])
-def test_windows_are_no_intervals(function: Any, q_len: int) -> None:
-    found = evaluated(lambda start, count: of_queries(function, start, count, q_len), 2, q_len, SIZE)
-    assert isinstance(found, Facts)
-    assert torch.equal(dense(found)[-q_len:], of_queries(function, 0, q_len, q_len)[0])
-    assert (found.low, found.high) == {"causal": (None, 0), "<lambda>": (None, None)}.get(
-        function.__name__, (found.low, found.high)
-    )
-
-
-def test_too_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_functions, "PIECE", 2 * SIZE)
-
-    def function(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (key % 2 == 0) & (key <= query) | (key == query)
-
-    with pytest.raises(Unreadable, match="query 6 sees 4 runs of keys, where 3 can be told"):
-        evaluated(lambda start, count: of_queries(function, start, count, SIZE), 2, SIZE, SIZE)

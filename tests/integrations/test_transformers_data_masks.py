@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_dispatch import Ranges
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.integrations import mask_functions
+from attn_dispatch.integrations import mask_runs
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     LENGTH,
@@ -126,7 +126,7 @@ def test_intervals_that_are_wrong_by_one_are_seen(
     """By these tests."""
 
     def moved(*args: Any) -> Any:
-        found = mask_functions.evaluated(*args)
+        found = mask_runs.evaluated(*args)
         assert isinstance(found, Ranges)
         ends = list(found.data)
         ends[side] = ends[side] + by
@@ -143,8 +143,8 @@ def test_a_mask_is_read_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) 
     read = list[tuple[int, ...]]()
 
     def noted(*args: Any) -> Any:
-        read.append(args[1:])
-        return mask_functions.evaluated(*args)
+        read.append((args[3], len(args[1]), len(args[2])))
+        return mask_runs.evaluated(*args)
 
     monkeypatch.setattr(integration, "evaluated", noted)
     kind, model_class, sizes = MODELS["gemma3"]
@@ -153,6 +153,16 @@ def test_a_mask_is_read_once(asked: list[str], monkeypatch: pytest.MonkeyPatch) 
     model.generate(**inputs_of("gemma3", "left"), max_new_tokens=3, min_new_tokens=3)
     assert len(of_data(asked)) == 4
     assert read == [(2, LENGTH, LENGTH)] * 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_asked_about_all_pairs(name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def pairs(*_: Any) -> Any:
+        raise AssertionError("asked about all pairs of queries and keys")
+
+    monkeypatch.setattr(mask_runs, "_of_pairs", pairs)
+    case_of(name, "left").run("attn_dispatch")
+    assert of_data(asked)
 
 
 GENERATING: dict[str, dict[str, Any]] = {

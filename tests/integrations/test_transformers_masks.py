@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_dispatch import Dilated, attend
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.integrations import mask_functions
+from attn_dispatch.integrations import mask_runs
 from tests.support.small_transformers import (
     LENGTH,
     SIZES,
@@ -113,9 +113,9 @@ def test_masks_that_are_not_translated(
     """They are refused where a layer uses them, or reach it whole: sdpa, or attend() for what sdpa has not."""
     assert_close(layer(attention_mask=masked(same_parity), **keywords)[0], eager(parity(), **keywords))
     assert asked == ["Ranges(first, last: [1, 3, 6] on cpu)"]
-    monkeypatch.setattr(mask_functions, "MOST_RUNS", 2)
+    monkeypatch.setattr(mask_runs, "MOST_RUNS", 2)
     keys = masked(same_parity)
-    what = r"the mask same_parity is none of .* \(query 0 sees 3 runs of keys, where 2 can be told\)"
+    what = r"the mask same_parity is none of .* \(query 0 sees over 2 runs of keys\)"
     with pytest.raises(InvalidInput, match=rf"{what}; .*register\(fallback=True\)"):
         layer(attention_mask=keys)
     integration.register(fallback=True)

@@ -12,18 +12,20 @@ import pytest
 from attn_dispatch.learning.features import (
     KV_GROUPS_DISTANCE,
     LSE_DISTANCE,
+    OF_DATA_DISTANCES,
     PRECISION_DISTANCE,
     STRIDES_DISTANCE,
     bucket,
     features,
 )
 from attn_dispatch.learning.kriging import covariance, covariances, estimate
-from attn_dispatch.spec.groups import SIZES
+from attn_dispatch.spec.groups import SIZES, group_of, title
 from tests.support.made_up import PROBLEM, problem_at
 
 DILATED: dict[str, Any] = {"kind": "Dilated", "dilation_rates": [1, 2], "is_causal": True}
 DILATED |= {"segment_lengths": [512, 1024], "offsets": "mod", "heads": "all"}
 WINDOW: dict[str, Any] = {"kind": "Window", "left": 255, "right": 0}
+FORM: dict[str, Any] = {"kind": "BlocksForm", "size": [64, 64], "density": -4, "imbalance": 1}
 GRID: dict[str, Any] = {"kind": "Neighborhood", "grid": [32, 32], "window": [13, 13], "dilation": [1, 1]}
 GRID |= {"is_causal": [False, False], "edges": "clip"}
 
@@ -59,6 +61,25 @@ def test_sizes_of_a_pattern_weigh_as_one() -> None:
         doubled = {name: [2 * size for size in pattern[name]] for name in SIZES if name in pattern}
         one, other = (features({**PROBLEM, "pattern": {**pattern, **more}}) for more in ({}, doubled))
         assert math.dist(one, other) == pytest.approx(1)
+
+
+def test_density_and_imbalance_are_sizes_where_they_are_known() -> None:
+    def of(**changes: Any) -> dict[str, Any]:
+        return {**PROBLEM, "pattern": {**FORM, **changes}}
+
+    def away(**changes: Any) -> float:
+        return math.dist(features(of()), features(of(**changes)))
+
+    assert away(density=-6) == 2 * away(density=-5) == 2 * OF_DATA_DISTANCES["density"]
+    assert away(imbalance=2) == OF_DATA_DISTANCES["imbalance"]
+    assert group_of(of()) == group_of(of(density=-9, imbalance=0)) != group_of(of(density=None, imbalance=None))
+    assert group_of(of()) != group_of(of(size=[32, 32]))
+    assert title(of()) == "float32 d64 Blocks(size=64,64) forward"
+    more: dict[str, Any] = {"within": WINDOW, "is_list": True, "by_row": True, "heads": "kv_heads"}
+    assert "Blocks(heads=kv_heads size=64,64 within Window(causal) lists by row)" in title(of(**more))
+    ranges = {"kind": "RangesForm", "intervals": 2, "by_row": False}
+    assert "Ranges(intervals=2)" in title({**PROBLEM, "pattern": ranges})
+    assert len({bucket(of()), bucket(of(density=-5)), bucket(of(imbalance=0)), bucket(of(density=None))}) == 4
 
 
 @pytest.mark.parametrize("name", ["q_len", "batch", "pattern", "head_dim", "strides"])

@@ -117,6 +117,42 @@ def test_confidence_is_calibrated() -> None:
         assert level["hit"] > level["claimed"] - 3 * spread
 
 
+# --- densities of masks made of data ----------------------------------------------------------------------------------
+
+
+def at_density(density: int | None, times: dict[Name, float] | None = None) -> Any:
+    """A problem; with times of it, the decision. The last resort computes all pairs, the other one what is seen."""
+    form = {"kind": "BlocksForm", "size": [64, 64], "density": density, "imbalance": None if density is None else 0}
+    problem = problem_at(1024, pattern=form)
+    return problem if times is None else decision(problem, times)
+
+
+def at_densities(*densities: int) -> list[Decision]:
+    """The one that skips pays below a quarter."""
+    return [at_density(each, {A: 1.0, B: 0.2 + 3.2 * 2 ** (each / 2)}) for each in densities]
+
+
+@pytest.mark.parametrize("held_out", [-1, -3, -5, -7])
+def test_a_density_between_measured_ones_is_predicted(held_out: int) -> None:
+    evidence = at_densities(held_out - 1, held_out + 1)
+    found = predict(at_density(held_out), evidence, (A, B))
+    assert found is not None
+    assert found.backend == ("b" if held_out < -4 else "a")
+    assert not found.in_bucket
+    assert {each.key for each in evidence} == set(found.evidence)
+
+
+def test_confidence_falls_toward_the_density_where_skipping_pays_and_away_from_the_evidence() -> None:
+    found = [predict(at_density(each), at_densities(0, -2, -6, -8), (A, B)) for each in (-7, -4, -7)]
+    confidences = [0.0 if each is None else each.confidence for each in found]
+    assert confidences[0] > 0.9 > confidences[1]
+    far = [predict(at_density(each), at_densities(0), (A, B)) for each in (-1, -8, -20)]
+    falling = [0.0 if each is None else each.confidence for each in far]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] < 0.8
+    assert predict(at_density(None), at_densities(0, -2), (A, B)) is None
+
+
 # --- eligible candidates ----------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ NATURAL, HILBERT, RESIDUE = (("tiled", order) for order in ("natural", "hilbert"
 class TimedBackend(Planted):
     """A backend without orders. `handed` are the keyword arguments of its calls."""
 
+    takes_data: bool = True
     takes_ms: float = 4
     clock: VirtualClock = field(default_factory=VirtualClock)
     handed: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

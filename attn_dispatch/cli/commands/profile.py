@@ -198,7 +198,7 @@ def _at_densities(args: argparse.Namespace) -> list[Problem]:
 
     size, every = (args.blocks[0], args.blocks[-1]), options.problems_of(args)
     tables = (partial(BlocksForm, size, "all", False, False, each.pattern) for each in every)
-    forms = [[table(density) for density in DENSITIES] for table in tables]
+    forms = [[table(density, imbalance=0) for density in DENSITIES] for table in tables]
     return [replace(each, pattern=form, given=form) for each, own in zip(every, forms) for form in own]
 
 

@@ -51,7 +51,7 @@ def without_density(problem: Problem) -> Problem:
     form = problem.pattern
     if not isinstance(form, RangesForm | BlocksForm) or form.density is None:
         return problem
-    return replace(problem, pattern=replace(form, density=None))
+    return replace(problem, pattern=replace(form, density=None, imbalance=None))
 
 
 def table_axes(form: Pattern, problem: Problem) -> tuple[int, int]:
