@@ -80,7 +80,10 @@ def test_the_version_stands_in_one_place() -> None:
     assert stated == {"version": PROJECT["version"], "license": PROJECT["license"], "title": PROJECT["name"]}
 
 
-@pytest.mark.parametrize("name", ["CITATION.cff", ".github/workflows/ci.yml", ".github/workflows/wheels.yml"])
+YAML = ["CITATION.cff", *(f".github/workflows/{name}.yml" for name in ("ci", "systems", "wheels"))]
+
+
+@pytest.mark.parametrize("name", YAML)
 def test_yaml_can_be_read_and_installs_what_the_readme_does(name: str) -> None:
     yaml: Any = importlib.import_module("yaml")
     text, readme = ((ROOT / each).read_text(encoding="utf-8") for each in (name, "README.md"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from attn_dispatch import system
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.process_state import READ, forget
 from attn_dispatch.store import files, passed
@@ -111,14 +111,14 @@ def test_a_held_lock_is_waited_for_briefly(
     folder = Store(tmp_path).path(SILICON, GROUP, KEY).parent
     folder.mkdir(parents=True)
     with (folder / files.LOCK).open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        assert system.lock(held.fileno())
         assert Store(tmp_path).put(decision()) is not None
     assert Store(tmp_path).get(SILICON, GROUP, KEY) == decision()
     assert warnings() == []
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
+    monkeypatch.setattr(system, "lock", raising(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     before = len(os.listdir("/proc/self/fd"))
     assert Store(tmp_path).put(decision()) is not None
     assert len(os.listdir("/proc/self/fd")) == before
