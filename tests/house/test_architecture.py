@@ -54,7 +54,7 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 LINES = {
     "api": 925,
     "backends": 2045,
-    "base": 300,
+    "base": 375,
     "calls": 1095,
     "cli": 3020,
     "compat": 510,
@@ -72,8 +72,8 @@ LINES = {
     "testing": 910,
     "tuning": 3780,
 }
-BESIDE = {"tests": 36_800, "tools": 6600}  #: the same for the folders beside the package
-PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
+BESIDE = {"tests": 37_110, "tools": 6605}  #: the same for the folders beside the package
+PACKAGE = 38_825  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -70,7 +70,7 @@ def simulate(system: str) -> None:
     if system == "win32":
         be_windows()
     hide_folders()
-    ctypes.CDLL = type("CDLL", (ctypes.CDLL,), {"__init__": _loading(system), "__getattr__": _found})  # type: ignore[misc]
+    vars(ctypes)["CDLL"] = type("CDLL", (ctypes.CDLL,), {"__init__": _loading(system), "__getattr__": _found})
     for name in MODULES[system]:
         sys.modules[name] = None  # type: ignore[assignment]
 
@@ -96,7 +96,7 @@ def hide_folders() -> None:
         return opened
 
     builtins.open = io.open = hiding(open)
-    os.scandir, os.listdir = hiding(os.scandir), hiding(os.listdir)  # type: ignore[assignment]
+    os.scandir, os.listdir = hiding(os.scandir), hiding(os.listdir)
 
 
 def _caller() -> str:
@@ -142,7 +142,7 @@ def be_windows() -> None:
     remove(OF_UNIX)
     for name in ("replace", "rename", "unlink", "remove"):
         setattr(os, name, unless_in_use(getattr(os, name)))
-    os.open, os.utime, os.O_BINARY = open_binary, utime, O_BINARY  # type: ignore[assignment,attr-defined]
+    vars(os).update(open=open_binary, utime=utime, O_BINARY=O_BINARY)
 
 
 def _link(path: str, readlink: Callable[[str], str]) -> str:
