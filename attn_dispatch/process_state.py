@@ -5,10 +5,11 @@ And its locks, which no thread of a forked child holds.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from weakref import WeakSet
+
+from attn_dispatch.system import in_forked_child
 
 ROUTES = "routes"  #: cached routes of calls: they hide problems from observers
 ON_DEVICE = "on device"  #: those of calls on one device, not over ranks, which forget theirs together
@@ -67,4 +68,4 @@ def _free_locks() -> None:
         each._at_fork_reinit()  # type: ignore[union-attr]
 
 
-os.register_at_fork(after_in_child=_free_locks)
+in_forked_child(_free_locks)

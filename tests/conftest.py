@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ LEFT = pytest.StashKey[int]()  #: how many cases this run leaves out
 gc.set_threshold(100_000)  # millions of objects are made while tests are collected, and few become free
 
 # Started in the background (`nohup`, `&`) a shell has these ignored, and so would every process that a test starts.
-for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+for number in (getattr(signal, name, signal.SIGINT) for name in ("SIGINT", "SIGQUIT", "SIGHUP")):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -45,7 +46,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return min(2, len(os.sched_getaffinity(0)))
+    return min(2, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 
 def _runs(config: pytest.Config, item: pytest.Item) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -31,10 +31,10 @@ MOST_LIKELY = "1000"  #: if the machine runs out of memory all the same, Linux e
 START_S = 600  #: seconds in which a process loads torch and compiles what its backend needs
 FILL_BYTES_PER_S = 5e7  #: random numbers that a process draws at least
 BEGUN = b"begun\n"
-# The system ends a process whose time is up, whatever that does.
+TIME_UP = b"\nTimeout ("  #: what faulthandler prints as it ends a process whose time is up, whatever that does
 PROGRAM = """
-import signal, sys
-signal.alarm({start_s})
+import faulthandler, sys
+faulthandler.dump_traceback_later({start_s}, exit=True, file=sys.stdout)
 sys.path[:] = {path!r}
 from attn_dispatch.cli.limited import serve
 serve()
@@ -79,7 +79,7 @@ def run_alone(attempt: Attempt) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
     has_begun = BEGUN in done.stdout
-    if done.returncode == -signal.SIGALRM and has_begun:
+    if TIME_UP in done.stdout and has_begun:
         return {"status": "time", "reason": f"killed: two calls did not end within {attempt.max_seconds:g} s each"}
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
     return {"status": "died", "reason": f"its process ended{'' if has_begun else ' before the call'}: {how}"}
@@ -92,7 +92,7 @@ def serve() -> None:
         OOM_SCORE.write_text(MOST_LIKELY)
 
     def begin() -> None:
-        signal.setitimer(signal.ITIMER_REAL, attempt.limit_s)
+        faulthandler.dump_traceback_later(attempt.limit_s, exit=True, file=sys.stdout)
         os.write(1, BEGUN)
 
     os.write(1, b"\n" + json.dumps(outcome(attempt, begin)).encode())

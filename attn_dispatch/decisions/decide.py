@@ -6,7 +6,6 @@ recomputation use the same backend.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter, OrderedDict
 from contextlib import suppress
@@ -38,6 +37,7 @@ from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.store.decision import CandidateId, Decision
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.passed import note_missed
+from attn_dispatch.system import in_forked_child
 from attn_dispatch.text import printable, titled
 from attn_dispatch.tuning.candidates import Request, current_environment, static_choice, to_measure
 
@@ -55,7 +55,7 @@ def drop_oldest(table: dict[Any, Any], most: int) -> None:
         del table[next(iter(table))]
 
 
-os.register_at_fork(after_in_child=_deciding.clear)  # they may be held by threads that do not exist there
+in_forked_child(_deciding.clear)  # they may be held by threads that do not exist there
 
 #: Silicon (which depends on the number of threads), problem, forced backend, forced order.
 _Key = tuple[str, Problem, str | None, str | None]

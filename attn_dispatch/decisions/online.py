@@ -11,7 +11,6 @@ must go the way of its forward pass. Its decision is stored for the next process
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import deque
@@ -41,6 +40,7 @@ from attn_dispatch.log import logger
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision
+from attn_dispatch.system import in_forked_child
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning.candidates import Request
 
@@ -278,4 +278,4 @@ def _abandon_all() -> None:
     decide.on_trial.clear()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+in_forked_child(_abandon_all)

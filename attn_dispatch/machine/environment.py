@@ -8,6 +8,7 @@ compiler. Where it is equal, no version has changed; where it differs, the backe
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -65,7 +66,8 @@ def _own_files(own: str) -> Iterator[object]:
 
     An editable installation changes it in place, and a copy may keep its times.
     """
-    yield from sorted(os.listdir(os.path.join(own, "backends")))
+    # Not a folder in `own` where git has made no link of it, as on Windows.
+    yield from sorted(os.listdir(importlib.import_module("attn_dispatch.backends").__path__[0]))
     for folder, ends in (("triton", (".py",)), ("native", (".cpp", "variants.py")), ("native/attention", (".h",))):
         path = os.path.join(own, "kernels", folder)
         for name in sorted(os.listdir(path)):

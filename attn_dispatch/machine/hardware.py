@@ -11,6 +11,8 @@ import json
 import math
 import platform
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +32,7 @@ _NOT_SLUG = re.compile(r"[^a-z0-9.]+")
 _MIB = 1 << 20
 _GIB = 1 << 30
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+BRAND = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
 
 # One table per architecture, because one flag name means different things: x86 "sme" is memory encryption.
 _X86_SETS = {each: each for each in ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")}
@@ -239,7 +242,16 @@ def _model(fields: dict[str, str]) -> str:
     # A hypervisor often passes a family name alone ("AMD EPYC"), which several generations share.
     if name and not any(map(str.isdecimal, name.partition("@")[0])):
         return f"{name} family {fields.get('cpu family')} model {fields.get('model')}"
-    return name or platform.processor() or platform.machine() or "unknown"
+    return name or _brand() or platform.processor() or platform.machine() or "unknown"
+
+
+def _brand() -> str:
+    """The processor's name on macOS, where `platform` knows its architecture alone; empty on other systems."""
+    if sys.platform != "darwin":
+        return ""
+    with suppress(OSError):
+        return subprocess.run(BRAND, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def _instruction_sets(fields: dict[str, str]) -> tuple[str, ...]:

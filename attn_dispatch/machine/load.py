@@ -7,13 +7,15 @@ milliseconds; on a quiet machine it hardly does. That holds in containers and fo
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from attn_dispatch.machine.memory import PROC, read_text
+from attn_dispatch.machine.memory import PROC, host_psutil, read_text
+
+if sys.platform != "win32":
+    import resource
 
 DISTURBED_PER_S = 90.0  #: involuntary context switches per second of CPU time from which a measurement is disturbed
 STRAY_SWITCHES = 4  #: switches that occur on a quiet machine however short the measurement
@@ -21,7 +23,9 @@ CALM_PRESSURE = 0.10  #: share of the last ten seconds in which a task waited fo
 
 
 def involuntary_switches() -> int:
-    """How often a core was taken from a thread of this process, so far."""
+    """How often a core was taken from a thread of this process, so far; Windows does not count it."""
+    if sys.platform == "win32":
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
@@ -59,7 +63,8 @@ def is_calm(proc: Path = PROC) -> bool:
     if pressure is not None:
         return pressure < CALM_PRESSURE
     try:
-        return os.getloadavg()[0] < cores()  # of the last minute: this process's own start counts too
+        averages = host_psutil().getloadavg() if sys.platform == "win32" else os.getloadavg()
+        return bool(averages[0] < cores())  # of the last minute: this process's own start counts too
     except OSError:
         return True
 

@@ -9,7 +9,7 @@ import ctypes
 import gc
 import importlib
 import mmap
-import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from attn_dispatch.log import say_once
 from attn_dispatch.machine.devices import cuda_devices, resolve
 from attn_dispatch.text import one_line
+
+if sys.platform != "win32":
+    import resource
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +76,8 @@ def host_memory(proc: Path = PROC) -> tuple[int, int]:
 
 def address_space_left() -> int | None:
     """Bytes that may still be mapped under RLIMIT_AS; None without that limit."""
+    if sys.platform == "win32":
+        return None
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft - _mapped_bytes()
 
@@ -82,6 +87,8 @@ def limit_address_space(room: int) -> bool:
 
     Allocations beyond it fail. A process that maps memory for new threads or libraries has that much less.
     """
+    if sys.platform == "win32":
+        return False
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     wanted = _mapped_bytes() + room
     if soft == resource.RLIM_INFINITY or wanted < soft:
@@ -263,8 +270,8 @@ class _MallocInfo(ctypes.Structure):
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """The C library, with the types of the functions called here that it has."""
-    libc = ctypes.CDLL(None)
+    """The C library, with the types of the functions called here that it has; on Windows those of the interpreter."""
+    libc = ctypes.pythonapi if sys.platform == "win32" else ctypes.CDLL(None)
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     functions: dict[str, tuple[Any, list[Any]]] = {
         "malloc": (pointer, [size]),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import random
 import re
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +18,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from attn_dispatch import system
 from attn_dispatch.log import say_once
 from attn_dispatch.settings import NOWHERE
 
@@ -30,8 +31,9 @@ LOCK_S = 2.0  #: seconds to wait for another writer at most
 TMP = ".tmp"
 STALE_S = 3600.0  #: age in seconds at which a temporary file counts as abandoned
 FILL_AFTER_TIDY = 0.9  #: share of the bound that remains after `tidy` removed files
-# Without O_NONBLOCK, opening a pipe would wait for its other end for ever.
-_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+LINK = "is a symbolic link, which is not followed"
+NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | system.BINARY  #: flags of os.open for a file that is made
+_SAFE = system.NOFOLLOW | system.NONBLOCK | system.BINARY
 
 T = TypeVar("T")
 
@@ -46,12 +48,9 @@ def opened(path: str | Path, *, follow: bool = False) -> Iterator[BinaryIO]:
     Raises:
         OSError: the file cannot be read or is not a plain file.
     """
-    try:
-        handle = os.open(path, _SAFE & ~os.O_NOFOLLOW if follow else _SAFE)
-    except OSError as error:
-        if error.errno == errno.ELOOP and os.path.islink(path):
-            raise OSError(errno.EINVAL, "is a symbolic link, which is not followed") from error
-        raise
+    if not follow and os.path.islink(path):
+        raise OSError(errno.EINVAL, LINK)
+    handle = os.open(path, _SAFE & ~system.NOFOLLOW if follow else _SAFE)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "not a plain file")
@@ -62,7 +61,7 @@ def opened(path: str | Path, *, follow: bool = False) -> Iterator[BinaryIO]:
 def read(path: str | Path, most: float, *, follow: bool = False) -> bytes:
     """Read a plain file. Raises OSError as `opened` does, and where it holds more than `most` bytes."""
     try:
-        return _read(path, most, follow)
+        return system.when_free(lambda: _read(path, most, follow))
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
@@ -111,11 +110,13 @@ def refuse_links(base: Path, folder: Path) -> None:
         if each == base:
             return
         if each.is_symlink():
-            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(each))
+            raise OSError(errno.ELOOP, LINK, str(each))
 
 
 def open_to_others(folder: Path) -> str:
     """Say that other users than this one and root can write to a folder, and why; empty if they cannot."""
+    if sys.platform == "win32":
+        return ""  # a file's mode does not show its access lists
     try:
         about = os.stat(folder)
     except OSError:
@@ -138,12 +139,12 @@ def write(path: Path, content: bytes) -> None:
     """
     name = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{TMP}")
     try:
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        handle = os.open(name, NEW, 0o666)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        system.when_free(lambda: os.replace(name, path))
     except BaseException:
         with suppress(OSError):
             os.unlink(name)
@@ -182,20 +183,15 @@ def locked(base: Path, folder: Path) -> Iterator[None]:
     finally:
         if handle is not None:
             with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy of the descriptor
+                system.unlock(handle)  # a child that was forked meanwhile has a copy of the descriptor
             os.close(handle)
 
 
 def _wait_for_lock(handle: int) -> None:
     end = time.monotonic() + LOCK_S
-    while time.monotonic() < end:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with suppress(OSError):  # a file system without locks
+        while not system.lock(handle) and time.monotonic() < end:
             time.sleep(random.uniform(0.0005, 0.003))  # random, so that waiters do not retry in step
-        except OSError:  # a file system without locks
-            return None
-    return None
 
 
 def tidy(root: Path, own: re.Pattern[str], most: float, keep: Path) -> None:
@@ -230,7 +226,7 @@ def _walk(root: Path, own: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_resu
         for path in (Path(folder, name) for name in names):
             with suppress(OSError):
                 seen = os.lstat(path)
-                if own.fullmatch(str(path.relative_to(root))) and stat.S_ISREG(seen.st_mode):
+                if own.fullmatch(path.relative_to(root).as_posix()) and stat.S_ISREG(seen.st_mode):
                     yield path, seen
 
 

@@ -206,7 +206,7 @@ def _touch(path: Path) -> None:
     if name not in _touched:
         _touched.add(name)
         with suppress(OSError):
-            os.utime(name, follow_symlinks=False)
+            os.utime(name, follow_symlinks=os.utime not in os.supports_follow_symlinks)
 
 
 def _used(path: Path) -> float:

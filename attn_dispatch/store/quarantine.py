@@ -13,7 +13,7 @@ for other reasons than their backend. A first death excludes nothing; a second o
 device that it lost, is certain and excludes at once. Processes that die together are one strike: a trial that
 began before the last one was recorded, or ends within a hold, adds none. A trial that succeeds clears them.
 
-The process holds an exclusive lock on its marker (flock): one that is free was abandoned, its process is gone.
+The process holds an exclusive lock on its marker: one that is free was abandoned, its process is gone.
 The lock ends with its process, in containers and across them, and over NFS where locks are forwarded. Where a file
 system has no such locks, a marker that has not changed for an hour is abandoned. An empty one blames nobody: its
 trial has not begun, pauses or is over.
@@ -22,7 +22,6 @@ trial has not begun, pauses or is over.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import secrets
 import time
@@ -36,7 +35,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from attn_dispatch import process_state
+from attn_dispatch import process_state, system
 from attn_dispatch.log import say_once
 from attn_dispatch.store import files
 from attn_dispatch.store.address import SILICON, fingerprint
@@ -170,7 +169,7 @@ class Quarantine:
 
     def sweep(self) -> list[Entry]:
         """Turn abandoned crash markers into strikes, with a warning each; safe in several processes at once."""
-        found = []
+        found, recorded = [], []
         for path, trial in abandoned(self.folder, self.silicon):
             is_saved = True
             if trial.backend != LAST_RESORT:
@@ -181,8 +180,10 @@ class Quarantine:
                 lift = f"; `attn-dispatch doctor --lift {entry.backend}` lets it be tried again" if entry.holds else ""
                 say_once(f"{entry.reason}{until(entry)}{lift}")
             if is_saved:  # remove the marker only once its entry is on disk
-                with suppress(OSError):
-                    path.unlink()
+                recorded.append(path)
+        for path in recorded:  # closed now, too
+            with suppress(OSError):
+                path.unlink()
         return found
 
     def _entry_for(self, trial: Trial) -> Entry:
@@ -229,7 +230,7 @@ class Quarantine:
     def _remove(self, entry: Entry) -> bool:
         try:
             files.refuse_links(self.folder, self._place)
-            self._path(entry).unlink(missing_ok=True)
+            system.when_free(lambda: self._path(entry).unlink(missing_ok=True))
         except OSError as error:
             say_once(f"{entry.backend} stays in quarantine: {self._path(entry)} cannot be removed ({error.strerror})")
             return False
@@ -301,7 +302,7 @@ class CrashMarker:
         if handle is not None:
             with suppress(OSError):
                 os.ftruncate(handle, 0)
-                os.pwrite(handle, content, 0)
+                _write(handle, content)
 
 
 @contextmanager
@@ -339,43 +340,47 @@ def abandoned(folder: Path, silicon: str) -> Iterator[tuple[Path, Trial]]:
     for path in files.listed(folder, place_of(folder, silicon), ".mark"):
         try:
             with files.opened(path) as file:
-                if (found := _abandoned_trial(path, file.fileno())) is not None:
-                    yield path, found
+                content = _abandoned(file.fileno())
+                if content:
+                    yield path, files.decode_checked(content, Trial)
+            if content == b"":  # closed now: Windows removes no open file
+                path.unlink()
         except FileNotFoundError:
             continue  # removed by its process, or by another that recorded the death
         except files.UNREADABLE as error:
             say_once(f"ignored {path}: {error}")
 
 
-def _abandoned_trial(path: Path, handle: int) -> Trial | None:
-    """The trial whose process is gone; None for others and an empty marker, which is removed once it is old."""
+def _abandoned(handle: int) -> bytes | None:
+    """The content of a marker whose process is gone, empty if it is old and blames nobody; None for others."""
     seen = os.fstat(handle)
     is_old = abs(time.time() - seen.st_mtime) > EXPIRY_S
     if not seen.st_size and not is_old:  # its process may be about to lock it
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
+        if not system.lock(handle, shared=True):
+            return None
     except OSError:  # a file system without locks
         if not is_old:
             return None
-    content = os.pread(handle, files.MAX_CHECKED_BYTES, 0)  # now that no process writes it
-    if not content:
-        path.unlink()
-        return None
-    return files.decode_checked(content, Trial)
+    os.lseek(handle, 0, os.SEEK_SET)
+    return os.read(handle, files.MAX_CHECKED_BYTES)  # now that no process writes it
 
 
 def _create(folder: Path, marker: CrashMarker) -> None:
     files.refuse_links(folder, marker.path.parent)
     marker.path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(marker.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    handle = os.open(marker.path, files.NEW, 0o666)
     _own_markers[marker.path] = handle
     with suppress(OSError):  # a file system without locks
         # Before writing: other processes leave an empty marker alone.
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.pwrite(handle, marker.content, 0)
+        system.lock(handle)
+    _write(handle, marker.content)
+
+
+def _write(handle: int, content: bytes) -> None:
+    os.lseek(handle, 0, os.SEEK_SET)
+    os.write(handle, content)
 
 
 def _remove(path: Path) -> None:
@@ -383,9 +388,9 @@ def _remove(path: Path) -> None:
     if handle is not None:
         with suppress(OSError):
             os.ftruncate(handle, 0)  # for a process that reads it now, or if it cannot be removed
+        os.close(handle)
         with suppress(OSError):
             os.unlink(path)
-        os.close(handle)
 
 
 def _forget_parents_markers() -> None:
@@ -401,4 +406,4 @@ def _end() -> None:
 
 
 atexit.register(_end)
-os.register_at_fork(after_in_child=_forget_parents_markers)
+system.in_forked_child(_forget_parents_markers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -51,7 +52,7 @@ def _threads_for(problem: Problem) -> Iterator[None]:
     """
     entries = problem.batch * problem.head_dim * max(problem.q_len * problem.heads, problem.k_len * problem.kv_heads)
     count = getattr(_openmp, "omp_get_max_threads", None)  # missing in a PyTorch without OpenMP
-    if count is None or entries > ONE_THREAD:
+    if _openmp is None or count is None or entries > ONE_THREAD:
         yield
         return
     before = count()
@@ -62,7 +63,7 @@ def _threads_for(problem: Problem) -> Iterator[None]:
         _openmp.omp_set_num_threads(before)
 
 
-_openmp = ctypes.CDLL(None)
+_openmp = None if sys.platform == "win32" else ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tests.support.processes import printed
 ROOT = Path(attn_dispatch.__file__).parent
 
 #: At the top of the package: open to every room; and the functions that users call.
-BASE = {"errors", "log", "private", "process_state", "settings", "text"}
+BASE = {"errors", "log", "private", "process_state", "settings", "system", "text"}
 API = {"blocks", "dispatch", "profiling", "recording"}
 #: What a room imports, the base modules apart. A room may import what these import, too. The entry modules are
 #: `__init__` and `__main__`.
@@ -80,6 +80,7 @@ TORCH_FREE = (
     "log",
     "process_state",
     "settings",
+    "system",
     "text",
     "cli",
     "decisions.explanation",

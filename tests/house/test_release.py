@@ -32,19 +32,33 @@ print(*(len(shipped(name)) for name in {names!r}))
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with a wheel of the source distribution, and this one's libraries behind it."""
+    """An environment with a wheel of the source distribution."""
     skip_without("pip", "setuptools")
     folder = tmp_path_factory.mktemp("release")
-    source, _ = built("sdist", copied(ROOT, folder / "tree"), folder, CXX="no-such-compiler")
+    source, _ = built("sdist", without_links(copied(ROOT, folder / "tree")), folder, CXX="no-such-compiler")
     shutil.unpack_archive(source, folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
     wheel, _ = built("wheel", unpacked, folder, CXX="no-such-compiler")
-    venv.create(folder / "new", symlinks=True)
-    (packages,) = (folder / "new" / "lib").glob("python*/site-packages")
+    return environment_of(wheel, folder / "new")
+
+
+def without_links(tree: Path) -> Path:
+    """A checkout as git makes it on Windows: a link is a file that names its target."""
+    for each in filter(Path.is_symlink, (tree / "attn_dispatch").iterdir()):
+        target = each.readlink()
+        each.unlink()
+        each.write_text(str(target))
+    return tree
+
+
+def environment_of(wheel: Path, folder: Path) -> Path:
+    """A new environment with a wheel, and this one's libraries behind it."""
+    venv.create(folder, symlinks=True)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
     (packages / "libraries.pth").write_text("\n".join(each for each in sys.path if each.endswith("site-packages")))
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "new" / "bin" / "python"), "install", "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-deps"]
     subprocess.run([*pip, "--no-index", str(wheel)], check=True, capture_output=True)
-    return folder / "new"
+    return folder
 
 
 def ran(installed: Path, program: str, *arguments: str) -> str:
@@ -67,6 +81,14 @@ def test_the_release_computes_and_has_the_shipped_profiles(installed: Path) -> N
 
 
 @pytest.mark.full
+def test_an_editable_installation_needs_no_links(tmp_path: Path) -> None:
+    skip_without("pip", "setuptools")
+    wheel, _ = built("editable", without_links(copied(ROOT, tmp_path / "tree")), tmp_path, CXX="no-such-compiler")
+    where, *_ = ran(environment_of(wheel, tmp_path / "new"), "python", "-c", CODE.format(names=[])).splitlines()
+    assert Path(where).is_relative_to(tmp_path / "tree")
+
+
+@pytest.mark.full
 def test_its_command_runs(installed: Path) -> None:
     found = json.loads(ran(installed, "attn-dispatch", "explain", "--shape", "1,64,2,16", "--json"))
     assert found
@@ -80,9 +102,10 @@ def test_the_version_stands_in_one_place() -> None:
     assert stated == {"version": PROJECT["version"], "license": PROJECT["license"], "title": PROJECT["name"]}
 
 
-@pytest.mark.parametrize(
-    "name", ["CITATION.cff", *(f".github/workflows/{name}.yml" for name in ("ci", "newest", "wheels"))]
-)
+YAML = ["CITATION.cff", *(f".github/workflows/{name}.yml" for name in ("ci", "newest", "systems", "wheels"))]
+
+
+@pytest.mark.parametrize("name", YAML)
 def test_yaml_can_be_read_and_installs_what_the_readme_does(name: str) -> None:
     yaml: Any = importlib.import_module("yaml")
     text, readme = ((ROOT / each).read_text(encoding="utf-8") for each in (name, "README.md"))

@@ -91,6 +91,18 @@ def test_torch_gives_the_capability_without_cpuinfo(
     assert (cpu.instruction_sets, cpu.model, cpu.l2_bytes, cpu.l3_bytes) == (sets, arch, None, None)
 
 
+@pytest.mark.parametrize(
+    ("command", "model"), [((sys.executable, "-c", "print('Apple M2')"), "Apple M2"), (("/no/sysctl",), "arm")]
+)
+def test_macos_names_the_processor(
+    command: tuple[str, ...], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(hardware, "BRAND", command)
+    monkeypatch.setattr("platform.processor", lambda: "arm")
+    assert hardware._read_cpu(tmp_path, tmp_path, tmp_path).model == model
+
+
 def test_cache_sizes(tmp_path: Path) -> None:
     for index, (level, kind, size) in enumerate(
         [(1, "Data", "48K"), (2, "Instruction", "1K"), (2, "Unified", "2048K"), (3, "Unified", "105M")]

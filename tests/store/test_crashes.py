@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from attn_dispatch import system
 from attn_dispatch.store import quarantine
 from attn_dispatch.store.quarantine import Quarantine, crash_marker, place_of
 from tests.support import processes
@@ -170,7 +170,7 @@ def test_concurrent_sweeps(folder: Path, anew: Callable[[], Quarantine]) -> None
 def test_without_locks_markers_are_abandoned_after_an_hour(
     folder: Path, monkeypatch: pytest.MonkeyPatch, anew: Callable[[], Quarantine]
 ) -> None:
-    monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(system, "lock", raising(OSError(errno.ENOLCK, "No locks available")))
     with crash_marker(folder, SILICON, "mine", "1", "x"):
         left = abandon(folder, NOW)
         assert blamed(anew()) == []
@@ -203,7 +203,7 @@ def test_a_death_that_cannot_be_recorded_stays_as_a_marker(
     assert markers(folder) == []
 
 
-@pytest.mark.parametrize("target", ["os.pwrite", "pathlib.Path.mkdir", "os.open"])
+@pytest.mark.parametrize("target", ["os.write", "pathlib.Path.mkdir", "os.open"])
 def test_a_trial_runs_if_its_marker_cannot_be_written(
     target: str, folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:

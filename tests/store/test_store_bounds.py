@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from attn_dispatch import system
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.process_state import READ, forget
 from attn_dispatch.store import files, passed
@@ -111,14 +113,36 @@ def test_a_held_lock_is_waited_for_briefly(
     folder = Store(tmp_path).path(SILICON, GROUP, KEY).parent
     folder.mkdir(parents=True)
     with (folder / files.LOCK).open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+        assert system.lock(held.fileno())
         assert Store(tmp_path).put(decision()) is not None
     assert Store(tmp_path).get(SILICON, GROUP, KEY) == decision()
     assert warnings() == []
 
 
+@pytest.mark.parametrize(
+    ("platform", "refusals", "written"), [("win32", 3, True), ("win32", 999, False), ("linux", 1, False)]
+)
+def test_windows_waits_while_a_file_is_in_use(
+    platform: str, refusals: int, written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not let an open file be replaced; elsewhere such an error is final."""
+    left, replace = [PermissionError(errno.EACCES, "in use")] * refusals, os.replace
+
+    def refused(*paths: Path) -> None:
+        if left:
+            raise left.pop()
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", refused)
+    monkeypatch.setattr(system, "IN_USE_S", 0.05)
+    monkeypatch.setattr(sys, "platform", platform)
+    with nullcontext() if written else pytest.raises(PermissionError):
+        files.write(tmp_path / "one", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["one"] * written
+
+
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", raising(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
+    monkeypatch.setattr(system, "lock", raising(OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))))
     before = len(os.listdir("/proc/self/fd"))
     assert Store(tmp_path).put(decision()) is not None
     assert len(os.listdir("/proc/self/fd")) == before

@@ -18,7 +18,9 @@ TIMEOUT_S = 240.0
 
 
 def context() -> Any:
-    """The multiprocessing context whose processes are forked off a preloaded one."""
+    """The multiprocessing context whose processes are forked off a preloaded one; on Windows they are new."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOADED)
     return found

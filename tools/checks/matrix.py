@@ -62,19 +62,22 @@ for each in VARIANTS:
 
 
 class Environment(NamedTuple):
-    """A Python, a torch, and what a user may not have: "g++" or "triton"."""
+    """A Python, a torch, and what a user may not have: "g++" or "triton". `simulated`: a system (test_systems.py)."""
 
     name: str
     python: str
     torch: str
     without: str = ""
+    simulated: str = ""
 
 
+SIMULATED = {"win32": "Windows", "darwin": "macOS"}
 PINNED = "2.13.0"  #: the version that the README's commands install
 ENVIRONMENTS = (
     *(Environment(f"py3.11-torch{torch}", "3.11", torch) for torch in ("2.6.0", "2.9.1", PINNED, "2.14.1", "2.15.0")),
     *(Environment(f"py{python}-torch{PINNED}", python, PINNED) for python in ("3.12", "3.13", "3.14")),
     *(Environment(f"no-{what}", "3.11", PINNED, what) for what in ("g++", "triton")),
+    *(Environment(name, "3.11", PINNED, "", system) for system, name in SIMULATED.items()),
 )
 
 
@@ -159,7 +162,10 @@ def tested(environment: Environment, program: Path) -> dict[str, Any]:
     without = {} if path is None else {"PATH": path, "CXX": "", "XDG_CACHE_HOME": str(FOLDER / "cache")}
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **without}
     begun = time.monotonic()
-    command = [str(program), "-m", "pytest", *options, *(f"tests/{room}" for room in ROOMS)]
+    tests = [f"tests/{room}" for room in ROOMS]
+    if environment.simulated:
+        tests = ["tests/house/test_systems.py", "--rest", "-k", environment.simulated]
+    command = [str(program), "-m", "pytest", *options, *tests]
     try:
         with (FOLDER / f"{environment.name}.log").open("w", encoding="utf-8") as log:
             subprocess.run(command, cwd=ROOT, env=variables, stdout=log, stderr=log, timeout=LIMIT_S)
@@ -172,7 +178,7 @@ def tested(environment: Environment, program: Path) -> dict[str, Any]:
         **_facts(program, path),
         **counted(report),
         "seconds": round(time.monotonic() - begun),
-        "system": _system(),
+        "system": f"{environment.name}, simulated" if environment.simulated else _system(),
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

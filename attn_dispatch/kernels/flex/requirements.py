@@ -26,8 +26,8 @@ def _refusals(*environment: str | None) -> tuple[Refusal, ...]:
     if len(cxx) > 1:  # it takes all of $CXX as one program
         text = f"torch.compile takes a C++ compiler without arguments and launchers, and $CXX is {os.environ['CXX']!r}"
         return (Refusal("not_installed", text),)
-    if sys.platform == "darwin" or not private.has_avx2():
-        return (Refusal("processor", "its CPU kernel needs AVX2, and not macOS"),)
+    if sys.platform != "linux" or not private.has_avx2():
+        return (Refusal("processor", "its CPU kernel needs Linux, and AVX2"),)
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         return (Refusal("processor", "its CPU kernel needs AVX2, which $ATEN_CPU_CAPABILITY=default turns off"),)
     return ()

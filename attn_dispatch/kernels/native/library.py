@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -100,6 +101,8 @@ def used_prebuilt() -> Prebuilt | None:
     Raises:
         ImportError: there is neither; the message says what would help.
     """
+    if sys.platform == "win32":
+        raise ImportError("native is built for Linux and macOS")
     try:
         _working_compiler()
     except ImportError as error:

@@ -6,7 +6,6 @@ work that consists of many small operations one thread per piece avoids these wa
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -16,6 +15,7 @@ from functools import lru_cache
 import torch
 
 from attn_dispatch import process_state
+from attn_dispatch.system import in_forked_child
 
 POLL_S = 0.05  #: returns to Python this often, so that an exception raised in this thread is noticed
 PIECES_PER_THREAD = 2  #: with fewer pieces, splitting each operation over threads uses more threads
@@ -121,4 +121,4 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child process has no threads of its parent
+in_forked_child(_pool.cache_clear)  # a child process has no threads of its parent
