@@ -21,7 +21,7 @@ from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
-from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values
+from attn_dispatch.spec.tensors import check_seq_lens_values, without_autocast
 
 _AUTOGRAD_KEYS = [
     getattr(torch._C.DispatchKey, name) for name in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")
@@ -29,7 +29,7 @@ _AUTOGRAD_KEYS = [
 
 
 @contextmanager
-def as_eager_call(needs_grad: bool) -> Iterator[None]:
+def as_eager_call(device_type: str, needs_grad: bool) -> Iterator[None]:
     """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off."""
     if tracing.context_parallel() is not None:
         raise NoBackend("inside torch's context_parallel attend() cannot be part of a graph: call it between graphs")
@@ -38,9 +38,8 @@ def as_eager_call(needs_grad: bool) -> Iterator[None]:
         excluded = excluded.remove(each)
     with ExitStack() as stack:
         stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
-        for device in ("cpu", "cuda"):
-            if autocast_dtype(device) is not None:
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for each in {"cpu", "cuda", device_type}:
+            stack.enter_context(without_autocast(each))
         stack.enter_context(torch.set_grad_enabled(needs_grad))
         stack.enter_context(tracing.inside_operator())
         yield
