@@ -221,7 +221,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, **a
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     refuse_tangents()
     *given, needs_grad, return_lse = rest
-    with graph_runs.as_eager_call(needs_grad):
+    with graph_runs.as_eager_call(q.device.type, needs_grad):
         call, _ = graph_runs.call_of((q, k, v), given, needs_grad, return_lse)
         return graph_runs.results(q, *_computed(call, needs_grad), needs_grad or return_lse)
 
@@ -231,7 +231,7 @@ def _attend_backward(
     grad: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     *given, return_lse = rest
-    with graph_runs.as_eager_call(True):
+    with graph_runs.as_eager_call(q.device.type, True):
         call, inputs = graph_runs.call_of((q, k, v), given, True, return_lse)
         return graph_runs.gradients_of(inputs, _computed(call, True, known=(out, lse)), (grad, grad_lse))
 

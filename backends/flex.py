@@ -11,7 +11,7 @@ from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
 from attn_dispatch.kernels.dense import VERSION
 from attn_dispatch.kernels.flex import attention, documents, requirements
-from attn_dispatch.kernels.limits import dotted
+from attn_dispatch.kernels.limits import capability, dotted
 from attn_dispatch.machine.environment import installed
 from attn_dispatch.spec.orders import NATURAL, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
@@ -66,9 +66,9 @@ def _refuse_cuda(problem: Problem) -> list[Refusal]:
         found.append(Refusal("head_dim", f"needs head_dim >= {CUDA_HEAD_DIM} on CUDA, not {problem.head_dim}"))
     if importlib.util.find_spec("triton") is None:
         found.append(Refusal("not_installed", "package triton is not installed (pip install 'attn-dispatch[triton]')"))
-    capability = torch.cuda.get_device_capability(problem.device)
-    if torch.version.hip is None and capability < CUDA_CAPABILITY:
-        text = f"Triton needs compute capability {dotted(CUDA_CAPABILITY)}, this device has {dotted(capability)}"
+    has = capability(problem.device)
+    if has is not None and has < CUDA_CAPABILITY:
+        text = f"Triton needs compute capability {dotted(CUDA_CAPABILITY)}, this device has {dotted(has)}"
         found.append(Refusal("capability", text))
     return found
 

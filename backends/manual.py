@@ -17,10 +17,12 @@ from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, refuse_ranks
 from attn_dispatch.kernels.formula import ScoreTerms, formula, probabilities, score_terms_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import multiplicity_of, sum_dtype
+from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.private import forward_ad
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tensors import without_autocast
 
 name = "manual"
 score_terms = SCORE_TERMS
@@ -116,10 +118,11 @@ class _Pieces:
             return None
         seed = (self.seed + heads.start * self.problem.q_len + rows.start) % 2**63
         shape = (self.problem.batch, heads.stop - heads.start, rows.stop - rows.start, self.problem.k_len)
-        generator = torch.Generator(device).manual_seed(seed)
+        drawn_on = device.type if device.type in KNOWN else "cpu"  # others may have no generator
+        generator = torch.Generator(drawn_on).manual_seed(seed)
         # A default dtype of 16 bits has too few numbers to drop the asked share.
-        kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=device) >= p
-        return kept.to(sum_dtype(self.problem.dtype)) / (1 - p)
+        kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=drawn_on) >= p
+        return kept.to(device, sum_dtype(self.problem.dtype)) / (1 - p)
 
     def formula(self, q: Tensor, k: Tensor, v: Tensor, heads: slice, rows: slice) -> tuple[Tensor, Tensor]:
         """out and lse of these heads and queries, of their own q, k and v in the wide dtype."""
@@ -150,7 +153,7 @@ class _Manual(torch.autograd.Function):
         grad_out, grad_lse = map(pieces.hidden.of_queries, (grad_out, grad_lse))
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         # With create_graph autograd records these operations: second derivatives work.
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             return (*_backward(grad_out, grad_lse, q, k, v, out, pieces), None)
 
 

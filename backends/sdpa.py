@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from attn_dispatch.kernels.branches.backend import Branched, Variant, flash_version
 from attn_dispatch.kernels.branches.plan import plan_of
-from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CUDA_FLASH, CpuFlash, CudaEfficient, CudaFlash
+from attn_dispatch.kernels.dense import (
+    ANY_SDPA,
+    CPU_FLASH,
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    CpuFlash,
+    CudaEfficient,
+    CudaFlash,
+    Sdpa,
+)
 from attn_dispatch.spec.pattern import Dense, Dilated
 from attn_dispatch.spec.problem import Problem
 
@@ -15,6 +24,7 @@ BACKEND = Branched(
         Variant(CUDA_FLASH, lambda problem: CudaFlash(), "flash"),
         # With masks this kernel is the candidate sdpa_efficient.
         Variant(CUDA_EFFICIENT._replace(masks=False), lambda problem: CudaEfficient(), "memory-efficient"),
+        Variant(ANY_SDPA, lambda problem: Sdpa()),
     ),
     flash_version,
 )

@@ -12,8 +12,8 @@ from torch import Tensor
 from attn_dispatch.kernels import numerics
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece, StridedRows, plan_of
-from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, CpuFlash, CudaEfficient, Kernel
+from attn_dispatch.kernels.contract import Refusal, Result
+from attn_dispatch.kernels.dense import Kernel, kernel_of
 from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.formula import bounded, score_terms_of
 from attn_dispatch.kernels.heads import head_classes, kv_heads_of
@@ -37,7 +37,7 @@ def version() -> str:
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = (CPU_FLASH if problem.device.type == "cpu" else CUDA_EFFICIENT).refusals(problem)
+    found = kernel_of(problem).limits.refusals(problem)
     needed = mask_bytes(problem)
     if needed > MASK_LIMIT:
         text = f"{problem.pattern} needs a dense mask of {gib(needed)}, over {gib(MASK_LIMIT)}"
@@ -72,12 +72,12 @@ def _by_row(problem: Problem) -> bool:
 def workspace_bytes(problem: Problem) -> int:
     kernel, plan = _prepared(problem)
     counts = 0 if _is_plain(problem) else 16 * min(ROWS, problem.q_len) * problem.k_len
-    # The CUDA kernel wants the mask in q's dtype.
-    copies = 2 if problem.device.type == "cuda" else 1
+    # Other kernels want the mask in q's dtype.
+    copies = 1 if problem.device.type == "cpu" else 2
     return branches.workspace_bytes(problem, plan, kernel) + copies * mask_bytes(problem) + counts
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
     kernel, plan = _prepared(problem)
     data, biases = tensors.get("pattern_data"), tuple[branches.Bias, ...]()
     if data is not None:
@@ -94,7 +94,7 @@ def _head_runs(problem: Problem) -> list[range]:
 
 @lru_cache(maxsize=4096)
 def _prepared(problem: Problem) -> tuple[Kernel, BranchPlan]:
-    kernel: Kernel = CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
+    kernel = kernel_of(problem)
     if _is_plain(problem):
         plan = plan_of(problem, kernel.grouped)
         assert plan is not None  # every Dense problem has a plan

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
-from attn_dispatch.kernels.dense import CPU_FLASH, CUDA_EFFICIENT, kernel_of
+from attn_dispatch.kernels.dense import Products, kernel_of
 from attn_dispatch.kernels.hidden import Hidden
 from attn_dispatch.kernels.tiles import estimates
 from attn_dispatch.kernels.tiles import run as tile_math
@@ -32,7 +32,7 @@ def version() -> str:
 
 
 def refusals(problem: Problem) -> list[Refusal]:
-    found = (CPU_FLASH if problem.device.type == "cpu" else CUDA_EFFICIENT).refusals(problem)
+    found = kernel_of(problem, Products).limits.refusals(problem)
     other = refuse_pattern(problem, (*PATTERNS, Form))
     if other:
         return found + other
@@ -73,13 +73,13 @@ def run(
     """Compute. `tile`: tokens per tile, a multiple of 4; by default `tile_size`. Masks made of data have one order."""
     size, data = tile or tile_size(problem, check(order)), tensors.get("pattern_data")
     tables = (tables_of(problem, order, size),) if data is None else data_tables_of(problem, data, size)
-    return tile_math.run(q, k, v, problem, tables, kernel_of(problem), **tensors)
+    return tile_math.run(q, k, v, problem, tables, kernel_of(problem, Products), **tensors)
 
 
 def partial(problem: Problem, key_mask: Tensor | None = None) -> Passes:
     """The passes for queries that also see other keys (see `contract.Backend`)."""
     tables = tables_of(problem, NATURAL, tile_size(problem, NATURAL))
-    return Hidden.of(problem).around(tile_math.partial(problem, tables, kernel_of(problem), key_mask))
+    return Hidden.of(problem).around(tile_math.partial(problem, tables, kernel_of(problem, Products), key_mask))
 
 
 forget = tables_of.forget

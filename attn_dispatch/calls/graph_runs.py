@@ -22,19 +22,18 @@ from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.private import with_autograd
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
-from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values
+from attn_dispatch.spec.tensors import check_seq_lens_values, without_autocast
 
 
 @contextmanager
-def as_eager_call(needs_grad: bool) -> Iterator[None]:
+def as_eager_call(device_type: str, needs_grad: bool) -> Iterator[None]:
     """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off."""
     if tracing.context_parallel() is not None:
         raise NoBackend("inside torch's context_parallel attend() cannot be part of a graph: call it between graphs")
     with ExitStack() as stack:
         stack.enter_context(with_autograd())
-        for device in ("cpu", "cuda"):
-            if autocast_dtype(device) is not None:
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for each in {"cpu", "cuda", device_type}:
+            stack.enter_context(without_autocast(each))
         stack.enter_context(torch.set_grad_enabled(needs_grad))
         stack.enter_context(tracing.inside_operator())
         yield

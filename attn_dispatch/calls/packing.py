@@ -33,7 +33,7 @@ from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 from attn_dispatch.spec.shapes import measured_for
-from attn_dispatch.spec.tensors import autocast_dtype, check_sink
+from attn_dispatch.spec.tensors import autocast_dtype, check_sink, without_autocast
 from attn_dispatch.store.decision import TIMED, Row
 
 MOST_SLOWER = 2.0  #: of a backend that takes all documents at once, where the fastest does not
@@ -176,7 +176,7 @@ def key_lens(call: Call) -> Rewritten | None:
     def joined(results: list[Any]) -> Any:
         if found[0] is None:
             return _stacked(call.return_lse, results)
-        with torch.autocast(call.q.device.type, enabled=False):
+        with without_autocast(call.q.device.type):
             q, k, v = (x.to(whole.dtype) for x in call.tokens_first)
             return call.returned(*found[0].result(q, k, v, **call.tensors, key_lens=lengths))
 

@@ -19,12 +19,12 @@ import torch
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, refusals_of
 from attn_dispatch.machine import memory
-from attn_dispatch.machine.devices import cuda_devices
+from attn_dispatch.machine.devices import cuda_devices, synchronize
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib, one_line
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import MEMORY_SHARE
-from attn_dispatch.tuning.example import Example, example_bytes, synchronize
+from attn_dispatch.tuning.example import Example, example_bytes
 
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 MOST_LIKELY = "1000"  #: if the machine runs out of memory all the same, Linux ends this process before any other
@@ -161,9 +161,9 @@ def _example(problem: Problem) -> Example:
 
 def _limited(device: torch.device, room: int) -> bool:
     """Limit what this process may take from now on. Whether the system enforces it."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return memory.limit_address_space(room)
-    if memory.memory_fraction(device.index) is None:
+    if device.type != "cuda" or memory.memory_fraction(device.index) is None:
         return False
     total = cuda_devices()[torch.cuda.current_device() if device.index is None else device.index].total_memory
     share = (torch.cuda.memory_allocated(device) + room) / total

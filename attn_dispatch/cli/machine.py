@@ -34,7 +34,7 @@ def examined() -> dict[str, Any]:
         leaves.append(str(settings.user_folder() or folder))
     return {
         "hardware": found.to_dict(),
-        "devices": [_device(device) for device in ("cpu", *(f"cuda:{gpu.index}" for gpu in found.gpus))],
+        "devices": [_device(device) for device in found.devices],
         "backends": _backends(),
         "native": library.in_use(),
         "quarantines": msgspec.to_builtins([entry for each in excluded() for entry in each.entries()]),
@@ -59,7 +59,7 @@ def excluded() -> list[Quarantine]:
 def _device(device: str) -> dict[str, Any]:
     from attn_dispatch.machine.devices import missing_code, resolve
     from attn_dispatch.machine.hardware import dtype_advice, silicon
-    from attn_dispatch.machine.memory import available_bytes
+    from attn_dispatch.machine.memory import UNKNOWN, available_bytes
 
     free = None
     with suppress(RuntimeError):  # this device does not report it
@@ -68,7 +68,7 @@ def _device(device: str) -> dict[str, Any]:
     return {
         "device": device,
         "silicon": silicon(device),
-        "free_bytes": free,
+        "free_bytes": None if free == UNKNOWN else free,
         "dtype": advice.dtype,
         "dtype_reason": advice.reason,
         "unusable": missing_code(resolve(device)),

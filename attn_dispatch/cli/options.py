@@ -77,7 +77,7 @@ def add_others(add: Callable[..., object]) -> None:
     names = "float16, bfloat16, float32, float64, or f16, bf16, f32, f64"
     usual = "by default float32 on a CPU, else what 'attn-dispatch doctor' advises"
     add("--dtype", metavar="T,..", type=dtypes, help=f"{names}; {usual}")
-    add("--device", metavar="D", help="cpu, cuda or cuda:1; by default CUDA where available")
+    add("--device", metavar="D", help="cpu, cuda:1, mps or another; by default a GPU where there is one")
     add("--backward", **switch, help="forward and backward together; 'both': with and without")
 
 

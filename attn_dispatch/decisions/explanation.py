@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HEAD = ("backend", "order", "median", "95 % interval", "vs best", "peak memory", "error", "verdict")
 LEFT = {0, 1, 7}  #: left-aligned columns
-NEEDS_CUDA = "runs on cuda, not cpu"  #: the reason of a backend that runs on CUDA alone, among others
+NEEDS_CUDA = "runs on cuda, not "  #: begins the reason of a backend that runs on CUDA alone, among others
 SLOW_START = 10  #: ratio of first call to median from which the table mentions the first call
 
 
@@ -87,7 +87,7 @@ class Explanation:
         if self.provisional:
             lines.append(f"provisional: {self.provisional}; a later process measures it again")
         lines += [f"blocks    {each}" for each in self.configurations]
-        elsewhere = [c.backend for c in self.candidates if self.choice and NEEDS_CUDA in c.reason.split("; ")]
+        elsewhere = [c.backend for c in self.candidates if self.choice and f"; {NEEDS_CUDA}" in f"; {c.reason}"]
         shown = [row for row in self.rows() if row[0] not in elsewhere]
         found = "\n".join([*map(folded, map(printable, lines)), "", *table(shown), *_cuda_only(elsewhere)])
         return "\n\n".join([found, *map(str, self.others)])

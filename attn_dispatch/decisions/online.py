@@ -37,6 +37,7 @@ from attn_dispatch.kernels.autograd import is_result_known
 from attn_dispatch.kernels.contract import runner
 from attn_dispatch.kernels.device_cache import capturing
 from attn_dispatch.log import logger
+from attn_dispatch.machine.devices import synchronize
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import Decision
@@ -92,8 +93,10 @@ def sampled(run: Run, problem: Problem, decision: Decision) -> Run:
             return current(*args, **tensors)
         if problem.device.type == "cuda":
             return trial.timed_by_events(current, *args, **tensors)
+        synchronize(problem.device)
         start = time.perf_counter()
         result = current(*args, **tensors)
+        synchronize(problem.device)
         trial.note(time.perf_counter() - start)
         trial.watch_backward(result)
         return result

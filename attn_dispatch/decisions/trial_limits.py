@@ -20,6 +20,7 @@ from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tensors import without_autocast
 from attn_dispatch.store.decision import CandidateId, Decision
 from attn_dispatch.text import gib, one_line, printable, titled
 from attn_dispatch.tuning.candidates import Request, static_choice
@@ -64,7 +65,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         return tensor
 
     with (
-        torch.autocast(device.type, enabled=False),
+        without_autocast(device.type),
         torch.inference_mode(False),
         torch.autograd.graph.saved_tensors_hooks(identity, identity),
         private.without_modes(),

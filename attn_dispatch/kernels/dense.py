@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_dispatch.kernels.autograd import once_differentiable
+from attn_dispatch.kernels.autograd import gradients, once_differentiable
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits
+from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.private import of_torch
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
@@ -35,11 +36,13 @@ def lacking(name: str) -> str:
 
 
 _cpu_flash = binding("_scaled_dot_product_flash_attention_for_cpu")
+_sdpa = binding("scaled_dot_product_attention")  # not the function of torch.nn, which others replace
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 CUDA_HEAD_ALIGN = 8  #: elements; the CUDA kernels read rows in whole vectors
 VECTOR_BYTES = 16  #: of one load of a CUDA kernel
-EFFICIENT_LSE_ALIGN = 32  #: rows; the memory-efficient backward reads lse in whole tiles
+#: Rows; the memory-efficient backward reads lse in whole tiles, and on ROCm takes it as it is.
+EFFICIENT_LSE_ALIGN = 1 if torch.version.hip else 32
 
 # Source: PyTorch's own checks, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 CPU_FLASH = Limits(
@@ -74,6 +77,7 @@ CUDA_EFFICIENT = Limits(
     rocm=True,
     lacks=lacking("_scaled_dot_product_efficient_attention"),
 )
+ANY_SDPA = Limits("", dict.fromkeys(DTYPES, ANY), repeatable_head_dim=0, lse=False, masks=True)
 
 
 class DenseCall(NamedTuple):
@@ -99,13 +103,15 @@ class Kernel:
     `grouped`: takes fewer key and value heads than query heads. `masks`: takes a mask. `takes_grad_lse`: `backward`
     takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
     `tokens_first`: its op takes [batch, len, heads, head_dim]. `packs`: there is a `packed` one. `differentiates`:
-    autograd has a formula for its op, which gives the bits of `backward` sooner.
+    autograd has a formula for its op, which gives the bits of `backward` sooner. `gives_lse`: `forward` returns it;
+    otherwise any numbers, and `backward` does not read them.
     """
 
+    limits: Limits  #: of kernels for several patterns
     grouped = False
     masks = False
     takes_grad_lse = False
-    allocates = reads_vectors = True
+    allocates = reads_vectors = gives_lse = True
     tokens_first = packs = differentiates = False
 
     def packed(self, lengths: tuple[int, ...], device: torch.device) -> Kernel:
@@ -173,6 +179,7 @@ class Kernel:
 class CpuFlash(Kernel):
     """`_scaled_dot_product_flash_attention_for_cpu`: float16, bfloat16, float32, float64; any head_dim."""
 
+    limits = CPU_FLASH
     # Tested with 2.13; older releases get one key head per query head.
     grouped = VERSION >= (2, 13)
     masks = True
@@ -226,6 +233,7 @@ class CudaFlash(Kernel):
 class CudaEfficient(Kernel):
     """`_scaled_dot_product_efficient_attention`: float16, bfloat16, float32; takes a mask in the dtype of q."""
 
+    limits = CUDA_EFFICIENT
     masks = differentiates = True
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
@@ -252,6 +260,73 @@ class CudaEfficient(Kernel):
             grad, q, k, v, _bias(call), out, lse, unused, unused, 0.0, wanted, call.is_causal, scale=call.scale
         )
         return tokens_first(call.q.shape[-1], dq, dk, dv)
+
+
+class Sdpa(Kernel):
+    """`scaled_dot_product_attention` itself, by which a device takes the kernel it has."""
+
+    limits = ANY_SDPA
+    masks = differentiates = True
+    reads_vectors = gives_lse = False
+
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in call[:3])
+        lse, mask = q.new_zeros(q.shape[:3], dtype=sum_dtype(q.dtype)), call.mask
+        if mask is None:
+            return _sdpa(q, k, v, is_causal=call.is_causal, scale=call.scale).transpose(1, 2), lse
+        if call.is_causal:  # not both
+            mask = mask + mask.new_full((q.shape[2], k.shape[2]), -torch.inf).triu(1)
+        empty = (mask == -torch.inf).all(-1, keepdim=True)  # such rows are NaN on some devices
+        out = _sdpa(q, k, v, mask.masked_fill(empty, 0.0).to(q.dtype), scale=call.scale)
+        return out.masked_fill(empty, 0.0).transpose(1, 2), lse
+
+    def backward(
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            inputs = tuple(x.detach().requires_grad_() for x in call[:3])
+            out, _ = self.forward(DenseCall(*inputs, *call[3:]))
+        return gradients((out,), inputs, (grad,))
+
+    def specialized(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, heads_first: bool
+    ) -> Callable[..., Result]:
+        op = partial(_sdpa, is_causal=is_causal, scale=scale)
+
+        def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
+            found: Tensor = op(q, k, v) if heads_first else op(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+            return found
+
+        return run
+
+
+class Products(Kernel):
+    """Products and a softmax in `sum_dtype`, with all scores of a call in memory: for tiles, on any device."""
+
+    limits = ANY_SDPA._replace(lse=True, repeatable_head_dim=None)
+    masks = True
+
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+        scores, _, _, v = self._scores(call)
+        lse = scores.logsumexp(-1)
+        p = scores.softmax(-1).masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
+        return (p @ v).to(call.q.dtype).transpose(1, 2), lse
+
+    def backward(
+        self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        scores, q, k, v = self._scores(call)
+        grad, out = (x.transpose(1, 2).to(v.dtype) for x in (grad, out))
+        p = (scores - lse.unsqueeze(-1)).exp()
+        ds = p * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * call.scale
+        return tuple(x.to(call.q.dtype).transpose(1, 2) for x in (ds @ k, ds.mT @ q, p.mT @ grad))
+
+    @staticmethod
+    def _scores(call: DenseCall) -> tuple[Tensor, ...]:
+        """The scores with the mask, and q, k and v, heads first."""
+        q, k, v = (x.transpose(1, 2).to(sum_dtype(x.dtype)) for x in call[:3])
+        scores = (q * call.scale) @ k.mT
+        return scores if call.mask is None else scores + call.mask, q, k, v
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -324,6 +399,7 @@ def with_lse_column(
     return grad, pad(q, (0, 1)), pad(k, (0, 1)), pad(v, (0, 1)), out
 
 
-def kernel_of(problem: Problem) -> Kernel:
-    """The dense kernel for tiles on the problem's device."""
-    return CpuFlash() if problem.device.type == "cpu" else CudaEfficient()
+def kernel_of(problem: Problem, other: type[Kernel] = Sdpa) -> Kernel:
+    """The dense kernel that takes masks on the problem's device; `other`: on one that is not `KNOWN`."""
+    kinds: dict[str, type[Kernel]] = {"cpu": CpuFlash, "cuda": CudaEfficient}
+    return kinds.get(problem.device.type, other)()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
+from attn_dispatch.machine.devices import synchronize
 from attn_dispatch.spec.data import derived
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tracing import in_new_thread, make_plain
@@ -58,7 +59,9 @@ def made_on(device: torch.device, make: Callable[P, T], *args: P.args, **kwargs:
     In a new thread: this one may allocate from the memory of a graph (torch.compile) or of torch.cuda.use_mem_pool.
     """
     if device.type not in DEVICES:
-        return make_plain(make, *args, **kwargs)
+        found = make_plain(make, *args, **kwargs)
+        synchronize(device)
+        return found
     refuse_capture(device)
 
     def complete() -> T:

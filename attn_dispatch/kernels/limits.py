@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from attn_dispatch.kernels.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
+from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import current_flash
 
@@ -35,7 +36,7 @@ class Limits(NamedTuple):
     """The limits of one kernel on one type of device.
 
     Args:
-        device: the device type.
+        device: the device type; "": any that is not `KNOWN`.
         dtypes: supported dtypes, each with its lowest compute capability.
         highest: the newest supported compute capability.
         head_dim: the largest, in elements.
@@ -44,6 +45,7 @@ class Limits(NamedTuple):
         backward_multiple: of which head_dims of a backward pass are multiples.
         grad_lse: whether its backward pass takes a gradient of lse; others need one more column of head_dim.
         repeatable_head_dim: the largest with a bitwise deterministic backward pass; 0: none.
+        lse: whether it returns lse.
         masks: whether it supports `seq_lens` and `key_mask`.
         softcap: whether it caps scores, of a backend that does.
         fewest_keys: the fewest keys of one call.
@@ -64,6 +66,7 @@ class Limits(NamedTuple):
     backward_multiple: int = 1
     grad_lse: bool = False
     repeatable_head_dim: int | None = None
+    lse: bool = True
     masks: bool = False
     softcap: bool = True
     fewest_keys: int = 1
@@ -83,6 +86,8 @@ class Limits(NamedTuple):
         found += refuse_dtype(problem, self.dtypes) + self._head_dim(problem) + self._determinism(problem)
         if problem.masked and not self.masks:
             found.append(Refusal("mask", "takes no mask, which seq_lens and key_mask need"))
+        if problem.return_lse and not self.lse:
+            found.append(Refusal("lse", f"returns no lse on {problem.device.type}"))
         if problem.softcap and not self.softcap:
             found.append(Refusal("scores", "does not compute softcap"))
         return found
@@ -114,11 +119,14 @@ class Limits(NamedTuple):
         return [Refusal("platform", f"runs on {', '.join(self.platforms)}, not {sys.platform}")]
 
     def _device(self, problem: Problem) -> list[Refusal]:
-        found = refuse_device(problem, (self.device,))
+        if not self.device and problem.device.type not in KNOWN:
+            return []
+        found = refuse_device(problem, (self.device or "other devices",))
         if found or self.device != "cuda":
             return found
         if torch.version.hip is not None:
-            return [] if self.rocm else [Refusal("platform", f"needs CUDA, this PyTorch has ROCm {torch.version.hip}")]
+            text = f"is not measured on ROCm, and this PyTorch has ROCm {torch.version.hip}"
+            return [] if self.rocm else [Refusal("platform", text)]
         return self._capability(problem)
 
     def _capability(self, problem: Problem) -> list[Refusal]:
@@ -171,9 +179,9 @@ class Limits(NamedTuple):
 
 
 def capability(device: torch.device) -> Capability | None:
-    """The compute capability of a CUDA device, or None if it does not exist."""
+    """The compute capability of a CUDA device, or None if it does not exist. AMD's numbers are none."""
     try:
-        return torch.cuda.get_device_capability(device)
+        return None if torch.version.hip is not None else torch.cuda.get_device_capability(device)
     except (RuntimeError, AssertionError):  # PyTorch's own checks raise either
         return None
 

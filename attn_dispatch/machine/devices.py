@@ -1,4 +1,4 @@
-"""Lists the devices: torch's CUDA devices and their identities from NVML."""
+"""Lists the devices that torch knows: CUDA's and ROCm's, with NVML's identities, and those of other accelerators."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from attn_dispatch.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
+KNOWN = ("cpu", "cuda")  #: types of devices whose kernels are called by name; others need not have float64
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")  # of torch.cuda.get_arch_list
 
 
 def resolve(device: torch.device | str) -> torch.device:
-    """Resolve a device and fill in its CUDA index. Raises InvalidInput for a device that this machine lacks."""
+    """Resolve a device and fill in its index. Raises InvalidInput for a device that this machine lacks."""
     import torch
 
     try:
@@ -25,21 +26,48 @@ def resolve(device: torch.device | str) -> torch.device:
         where = None
     if where is not None and where.type == "cpu" and not where.index:
         return where
-    count = len(cuda_devices())
-    if where is not None and where.type == "cuda" and count:
-        index = torch.cuda.current_device() if where.index is None else where.index
-        if index < count:
-            return torch.device("cuda", index)
-    choices = ", ".join(["cpu", *(f"cuda:{index}" for index in range(count))])
-    raise InvalidInput(f"device must be one of {choices}; got {device!r}")
+    found = [torch.device("cuda", index) for index in range(len(cuda_devices()))] + other_devices()
+    if where is not None and where.index is None and where.type in {each.type for each in found}:
+        where = torch.device(where.type, current_index(where.type))
+    if where not in found:
+        raise InvalidInput(f"device must be one of {', '.join(map(str, ('cpu', *found)))}; got {device!r}")
+    return where
+
+
+def current_index(kind: str) -> int:
+    """The index of the current device of a type; 0 of a type that has one device."""
+    import torch
+
+    found: int = getattr(torch.get_device_module(kind), "current_device", int)()
+    return found
+
+
+def other_devices() -> list[torch.device]:
+    """The devices of torch's accelerator, where that is neither CUDA nor ROCm, such as `mps:0` and `xpu:0`."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or kind.type == "cuda" or not torch.accelerator.is_available():
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a device was given to do."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 @cache
 def cuda_devices() -> tuple[Any, ...]:
-    """The properties of each CUDA device, in torch's order. Does not initialise CUDA where there is no device."""
+    """The properties of each device of CUDA or ROCm, in torch's order. Initialises neither where there is none."""
     import torch
 
-    if torch.version.cuda is None or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return ()
     return tuple(torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
 
@@ -98,6 +126,10 @@ def ask_nvml(function: str, *args: object) -> Any | None:
 
 @cache
 def _nvml() -> Any | None:
+    import torch
+
+    if torch.version.hip is not None:
+        return None
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:

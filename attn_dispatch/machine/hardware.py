@@ -21,8 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.machine import load
-from attn_dispatch.machine.devices import ask_nvml, cuda_devices, cuda_identity, resolve
-from attn_dispatch.machine.memory import CGROUP, PROC, cgroup_levels, host_memory, host_psutil, memory_limits, read_text
+from attn_dispatch.machine.devices import ask_nvml, cuda_devices, cuda_identity, other_devices, resolve
+from attn_dispatch.machine.memory import (
+    CGROUP,
+    PROC,
+    cgroup_levels,
+    host_memory,
+    host_psutil,
+    memory_limits,
+    read_text,
+    total_bytes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -69,8 +78,9 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA device, or one MIG slice of it, under torch's index. Sizes are bytes.
+    """One device of CUDA or ROCm, or one MIG slice of it, under torch's index. Sizes are bytes.
 
+    ``gfx`` is AMD's name of the architecture, "" for NVIDIA: AMD's ``capability`` compares with no other number.
     ``sm_count`` and ``total_bytes`` are the slice's when ``mig``. ``driver`` is ``None`` where NVML is unavailable;
     ``uuid`` then is torch's, without the ``GPU-`` prefix. ``shared_memory_bytes`` is per block, after opt-in.
     """
@@ -85,22 +95,54 @@ class Gpu:
     driver: str | None
     mig: bool
     shared_memory_bytes: int | None
+    gfx: str = ""
+
+    @property
+    def chip(self) -> tuple[str, str]:
+        """The architecture, and the number of processors with their name."""
+        sm = f"sm{self.capability[0]}{self.capability[1]}"
+        return (self.gfx, f"{self.sm_count}cu") if self.gfx else (sm, f"{self.sm_count}sm")
 
     def __str__(self) -> str:
-        chip = f"sm_{self.capability[0]}{self.capability[1]}, {self.sm_count} SMs, L2 {_mib(self.l2_bytes)}"
+        chip = f"{', '.join(self.chip)}, L2 {_mib(self.l2_bytes)}"
         driver = f"driver {self.driver}" if self.driver else "driver unknown (NVML gave none)"
         kind = " (MIG slice)" if self.mig else ""
         return f"cuda:{self.index}: {self.name}{kind}, {chip}, {self.total_bytes / _GIB:.1f} GiB, {driver}"
 
 
 @dataclass(frozen=True)
+class Accelerator:
+    """A device of another kind, such as ``mps:0``: torch tells its name, and the bytes of its memory or ``None``."""
+
+    device: str
+    name: str
+    total_bytes: int | None
+
+    def __str__(self) -> str:
+        memory = "unknown" if self.total_bytes is None else f"{self.total_bytes / _GIB:.1f} GiB"
+        return f"{self.device}: {self.name}, memory: {memory}, times by the host's clock, float64 on the CPU"
+
+
+@dataclass(frozen=True)
 class Hardware:
-    """Every device that torch can use here, and the torch and CUDA versions (``cuda`` is ``None`` without CUDA)."""
+    """Every device that torch can use here, and the versions of torch, CUDA and ROCm (``None`` where it has none)."""
 
     cpu: Cpu
     gpus: tuple[Gpu, ...]
     torch: str
     cuda: str | None
+    rocm: str | None = None
+    others: tuple[Accelerator, ...] = ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of all devices."""
+        return "cpu", *(f"cuda:{gpu.index}" for gpu in self.gpus), *(each.device for each in self.others)
+
+    @property
+    def toolkit(self) -> str:
+        """CUDA or ROCm with its version, as messages name it."""
+        return f"ROCm {self.rocm}" if self.rocm else f"CUDA {self.cuda or 'none'}"
 
     def to_dict(self) -> dict[str, object]:
         """Nested dicts, lists and scalars that survive a JSON round trip unchanged."""
@@ -108,7 +150,7 @@ class Hardware:
         return plain
 
     def __str__(self) -> str:
-        return "\n".join(str(device) for device in (self.cpu, *self.gpus))
+        return "\n".join(str(device) for device in (self.cpu, *self.gpus, *self.others))
 
 
 @dataclass(frozen=True)
@@ -120,36 +162,40 @@ class DtypeAdvice:
 
 
 def hardware() -> Hardware:
-    """Describe this machine. CUDA is not initialised where there is none; ROCm devices are not listed."""
+    """Describe this machine. CUDA is not initialised where there is none."""
     import torch
 
-    return Hardware(cpu=_cpu(), gpus=_gpus(), torch=str(torch.__version__), cuda=torch.version.cuda)
+    versions = str(torch.__version__), torch.version.cuda, torch.version.hip
+    return Hardware(_cpu(), _gpus(), *versions, tuple(map(_accelerator, other_devices())))
 
 
 def silicon(device: torch.device | str) -> str:
     """The fingerprint (`silicon_of`) of a device. Raises InvalidInput for a device that this machine lacks."""
     where = resolve(device)
-    if where.type == "cuda":
-        return silicon_of(_gpus()[where.index])
+    if where.type != "cpu":
+        return silicon_of(_described(where))
     import torch
 
     return _cpu_silicon(*_chip(), torch.get_num_threads())
 
 
-def silicon_of(item: Cpu | Gpu) -> str:
+def silicon_of(item: Cpu | Gpu | Accelerator) -> str:
     """The fingerprint within which timings compare: a slug of [a-z0-9._-], about 100 characters at most.
 
-    ``cuda-sm90-132sm-50mib-l2-80gib-<name>`` or ``cpu-<model>-<widest instruction sets>-<cores>c-<threads>t``. GPU
+    ``cuda-sm90-132sm-50mib-l2-80gib-<name>``, ``rocm-gfx942-304cu-4mib-l2-192gib-<name>``, ``mps-<name>``, or
+    ``cpu-<model>-<widest instruction sets>-<cores>c-<threads>t``. GPU
     memory is rounded up to an eighth of a power of two, so that boards of one kind agree whatever the driver reserves.
     The name tells boards apart that agree in the rest but not in clocks or tensor rate, such as L40 and L40S.
     """
     if isinstance(item, Cpu):
         return _cpu_silicon(item.model, item.instruction_sets, item.cores, item.threads)
-    chip = f"sm{item.capability[0]}{item.capability[1]}-{item.sm_count}sm"
+    if isinstance(item, Accelerator):
+        return f"{_slug(item.device.partition(':')[0])}-{_slug(item.name)}"
+    chip = f"{'rocm' if item.gfx else 'cuda'}-{'-'.join(item.chip)}"
     l2 = "unknown" if item.l2_bytes is None else f"{item.l2_bytes / _MIB:g}mib"
     step = 1 << max(0, item.total_bytes.bit_length() - 4)
     memory = math.ceil(item.total_bytes / step) * step / _GIB
-    return f"cuda-{chip}-{l2}-l2-{memory:g}gib{'-mig' if item.mig else ''}-{_slug(item.name)}"
+    return f"{chip}-{l2}-l2-{memory:g}gib{'-mig' if item.mig else ''}-{_slug(item.name)}"
 
 
 @cache
@@ -167,12 +213,12 @@ def provenance(device: torch.device | str) -> dict[str, str]:
     import torch
 
     where = resolve(device)
-    gpu = _gpus()[where.index] if where.type == "cuda" else None
+    item = None if where.type == "cpu" else _described(where)
     return {
-        "name": _chip()[0] if gpu is None else gpu.name,
-        "driver": "none" if gpu is None else gpu.driver or "unknown",
+        "name": _chip()[0] if item is None else item.name,
+        "driver": "none" if item is None else getattr(item, "driver", None) or "unknown",
         "torch": str(torch.__version__),
-        "cuda": torch.version.cuda or "none",
+        "cuda": torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "none"),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
@@ -181,16 +227,20 @@ def provenance(device: torch.device | str) -> dict[str, str]:
 def dtype_advice(device: torch.device | str) -> DtypeAdvice:
     """The dtype to prefer (`advise`) on a device. Raises InvalidInput for a device that this machine lacks."""
     where = resolve(device)
-    return advise(_gpus()[where.index] if where.type == "cuda" else _cpu())
+    return advise(_cpu() if where.type == "cpu" else _described(where))
 
 
-def advise(item: Cpu | Gpu) -> DtypeAdvice:
+def advise(item: Cpu | Gpu | Accelerator) -> DtypeAdvice:
     """The dtype to prefer, by the description alone (CPU flags; the CUDA programming guide's throughput table)."""
     if isinstance(item, Cpu):
         for name in ("amx_bf16", "avx512_bf16", "bf16"):
             if name in item.instruction_sets:
                 return DtypeAdvice("bfloat16", f"{name} multiplies bfloat16 in hardware")
         return DtypeAdvice("float32", "this CPU is not known to multiply bfloat16 in hardware")
+    if isinstance(item, Accelerator):
+        return DtypeAdvice("float32", "nothing is known of this device's arithmetic")
+    if item.gfx:
+        return DtypeAdvice("float16", f"{item.gfx} is fast in float16; of bfloat16 torch does not tell")
     capability, sm = item.capability, f"sm_{item.capability[0]}{item.capability[1]}"
     if capability >= (8, 0):
         return DtypeAdvice("bfloat16", f"{sm} has bfloat16 at float16 speed, with float32's range")
@@ -290,7 +340,27 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(_gpu(index, props) for index, props in enumerate(cuda_devices()))
 
 
+def _described(device: torch.device) -> Gpu | Accelerator:
+    """A device that is not a CPU, as `resolve` returns it."""
+    return _gpus()[device.index] if device.type == "cuda" else _accelerator(device)
+
+
+@cache
+def _accelerator(device: torch.device) -> Accelerator:
+    import torch
+
+    module, backend = torch.get_device_module(device), getattr(torch.backends, device.type, None)
+    name = device.type
+    with suppress(AttributeError, RuntimeError):  # this device's module tells no name
+        name = str(getattr(module, "get_device_name", lambda _: backend.get_name())(device))
+    with suppress(AttributeError, RuntimeError):  # Apple's chips of one name differ in them
+        name += f" {backend.get_core_count()} cores"
+    return Accelerator(str(device), name, total_bytes(device))
+
+
 def _gpu(index: int, props: Any) -> Gpu:
+    import torch
+
     return Gpu(
         index=index,
         name=props.name,
@@ -302,6 +372,7 @@ def _gpu(index: int, props: Any) -> Gpu:
         driver=ask_nvml("nvmlSystemGetDriverVersion"),
         mig=" MIG " in props.name,  # as CUDA names slices
         shared_memory_bytes=getattr(props, "shared_memory_per_block_optin", None),
+        gfx=props.gcnArchName.partition(":")[0] if torch.version.hip else "",  # without its features
     )
 
 

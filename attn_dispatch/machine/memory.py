@@ -1,6 +1,6 @@
 """Measures the memory available on a device, and the peak that a call allocates.
 
-Available memory is read on every call: the host, cgroups, address-space limits, torch's CUDA devices.
+Available memory is read on every call: the host, cgroups, address-space limits, torch's devices.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
+UNKNOWN = sys.maxsize  #: free bytes of a device that does not tell them: nothing is refused for lack of memory
 _UNLIMITED = 1 << 62  #: bytes; a limit above this means "none" in cgroups version 1
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
@@ -47,14 +48,33 @@ def available_bytes(device: torch.device | str) -> int:
 
     On the CPU the least of free RAM and the room in every enclosing cgroup and under ``RLIMIT_AS``; on CUDA the
     free memory by the driver plus torch's idle cache, within torch's per-process memory fraction.
-    Of a pluggable allocator, which tells neither, the free memory alone.
+    Of a pluggable allocator, which tells neither, the free memory alone. Of other devices what torch tells, or UNKNOWN.
 
     Raises:
         InvalidInput: this machine lacks the device.
         RuntimeError: torch's, where the driver does not give a CUDA device's free memory.
     """
     where = resolve(device)
-    return _cuda_available(where.index) if where.type == "cuda" else _host_available()
+    if where.type == "cpu":
+        return _host_available()
+    return _cuda_available(where.index) if where.type == "cuda" else _told(where)[0]
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Bytes of memory of a device that is neither a CPU nor one of CUDA; None: torch does not tell."""
+    return _told(device)[1]
+
+
+def _told(device: torch.device) -> tuple[int, int | None]:
+    """Free bytes, with torch's idle cache, and all, by the device's module or by torch.accelerator."""
+    import torch
+
+    modules: dict[str, Any] = {"mem_get_info": torch.get_device_module(device), "get_memory_info": torch.accelerator}
+    for name, module in modules.items():
+        with suppress(AttributeError, RuntimeError):  # an older torch, or a device that does not tell
+            free, total = getattr(module, name)(device)
+            return int(free + module.memory_reserved(device) - module.memory_allocated(device)), int(total)
+    return UNKNOWN, None
 
 
 def _host_available(root: Path = CGROUP, proc: Path = PROC) -> int:
@@ -243,12 +263,11 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def release(device: torch.device) -> None:
-    """Collect garbage and, on CUDA, return the caching allocator's unused blocks to the driver."""
-    gc.collect()
-    if device.type == "cuda":
-        import torch
+    """Collect garbage and return the unused blocks of a device's caching allocator to its driver."""
+    import torch
 
-        torch.cuda.empty_cache()
+    gc.collect()
+    getattr(torch.get_device_module(device), "empty_cache", bool)()
 
 
 def in_large_pages(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.config import AttentionConfig
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
@@ -370,10 +371,11 @@ def rotated(x: Tensor, positions: Tensor, base: float) -> Tensor:
     """
     half = x.shape[-1] // 2
     # Angles in float64: at position 2**24 a float32 angle is off by a radian.
-    rates = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angles = positions.to(x.device)[..., None, None] * rates
+    at = x.device if x.device.type in KNOWN else "cpu"  # others need not have it
+    rates = base ** (-torch.arange(half, dtype=torch.float64, device=at) / half)
+    angles = positions.to(at)[..., None, None] * rates
     wide = x.double() if x.dtype == torch.float64 else x.float()
-    cos, sin = angles.cos().to(wide.dtype), angles.sin().to(wide.dtype)
+    cos, sin = angles.cos().to(wide.dtype).to(x.device), angles.sin().to(wide.dtype).to(x.device)
     first, second = wide[..., :half], wide[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 

@@ -28,7 +28,7 @@ from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import CONTIGUOUS, Call, Problem, choose_pattern
-from attn_dispatch.spec.tensors import check_seq_lens, check_seq_lens_values
+from attn_dispatch.spec.tensors import check_seq_lens, check_seq_lens_values, without_autocast
 from attn_dispatch.store.decision import Decision
 
 MAX_DECISIONS = 256  #: remembered for each link
@@ -193,7 +193,7 @@ def _inputs(sharded: ShardedProblem, call: Call) -> Any:
 
 def _run(sharded: ShardedProblem, decision: Decision, call: Call) -> Any:
     try:
-        with torch.autocast(call.q.device.type, enabled=False):
+        with without_autocast(call.q.device.type):
             run = observed(sharded.run, sharded.problem)
             out, lse = run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask)
     except (AttnDispatchError, CheckpointStop):

@@ -16,6 +16,7 @@ from attn_dispatch.errors import InvalidInput, RankLost
 from attn_dispatch.kernels.contract import Backend, Result
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.log import logger
+from attn_dispatch.machine.devices import synchronize
 from attn_dispatch.machine.load import NO_LOAD, Load
 from attn_dispatch.ring.link import Link
 from attn_dispatch.ring.rows.data import Held
@@ -30,7 +31,7 @@ from attn_dispatch.text import one_line, titled
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import Stopwatch
-from attn_dispatch.tuning.example import Example, make, synchronize
+from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.hard_cases import fitted
 from attn_dispatch.tuning.oracle import Oracle
 from attn_dispatch.tuning.race import Race

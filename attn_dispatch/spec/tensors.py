@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -133,6 +134,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return None
 
 
+def without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Autocast is off inside; nothing where it is so already, since a device may have none to turn off."""
+    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
+
+
 def common_device(tensors: Mapping[str, Tensor], device: torch.device | str | None) -> torch.device:
     seen = {name: tensor.device for name, tensor in tensors.items()}
     if len(set(seen.values())) > 1:
@@ -145,15 +151,19 @@ def common_device(tensors: Mapping[str, Tensor], device: torch.device | str | No
 
 
 def normal_device(device: torch.device | str) -> torch.device:
-    """The device with its index; `cuda` is the current CUDA device."""
+    """The device with its index, which is that of the current one of its type where none is given."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return torch.device("cpu") if device.type == "cpu" else device
+    return torch.empty(0, device=device).device
 
 
 def default_device() -> torch.device:
-    return normal_device("cuda" if torch.cuda.is_available() else "cpu")
+    """torch's accelerator, where there is one, else the CPU."""
+    other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return normal_device("cuda" if torch.cuda.is_available() else other or "cpu")
 
 
 def common_shapes(tensors: Mapping[str, Tensor]) -> tuple[int, int, int, int, int, int]:

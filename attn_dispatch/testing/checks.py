@@ -35,7 +35,7 @@ from attn_dispatch.testing.cases import problems as problems_of_all_kinds
 from attn_dispatch.testing.drawn import random_problems
 from attn_dispatch.text import gib, one_line, titled
 from attn_dispatch.tuning import guard
-from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.example import Example, double, make
 from attn_dispatch.tuning.gate import HardCase, case_of
 from attn_dispatch.tuning.hard_cases import CaseSpec, class_key
 from attn_dispatch.tuning.oracle import Oracle, expected_of, further_checks
@@ -251,12 +251,12 @@ class _OrderCheck:
         with torch.set_grad_enabled(self.problem.needs_grad):
             result = run(example.q, example.k, ones, self.problem, **example.masks)
         out = result if isinstance(result, Tensor) else result[0]
-        failures = _dropout_failures(out.detach()[..., 0].double(), replace(example, v=ones))
+        failures = _dropout_failures(double(out)[..., 0], replace(example, v=ones))
         if example.grad is not None:
             (dv,) = gradients((out,), (ones,), (example.grad,))
             # out is linear in v: <dv, v> is <grad, out> if both passes dropped the same weights.
-            products = dv.double().sum(), (example.grad.double() * out.detach().double()).sum()
-            eps, size = torch.finfo(self.problem.dtype).eps, float(example.grad.double().abs().sum())
+            products = double(dv).sum(), (double(example.grad) * double(out)).sum()
+            eps, size = torch.finfo(self.problem.dtype).eps, float(double(example.grad).abs().sum())
             allowed = eps * size * math.sqrt(self.problem.k_len)
             if not abs(float(products[0] - products[1])) <= allowed:
                 failures.append("the backward pass dropped other weights than the forward pass")

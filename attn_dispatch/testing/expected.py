@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example
@@ -59,6 +60,8 @@ def oracle(
     trained = problem.bias_needs_grad and grad is not None
     problem = replace(problem, needs_grad=grad is not None, bias_needs_grad=trained, return_lse=True)
     masks = {name: arguments[name] for name in TENSORS if arguments.get(name) is not None}
+    if isinstance(pattern, DataPattern):
+        masks["pattern_data"] = pattern.data
     return expected_of(Example(problem, q, k, v, grad, masks), grad_lse)
 
 

@@ -24,7 +24,7 @@ from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import CONTIGUOUS, Problem
-from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.example import Example, double, exactly, make
 from attn_dispatch.tuning.hard_cases import nan_memory
 from attn_dispatch.tuning.oracle import Oracle
 
@@ -55,8 +55,8 @@ def partial_failures(backend: Any, problem: Problem) -> list[str]:
     others[::2] = 1
     oracle = _oracle(example, torch.cat((counts, others.expand(batch, heads, -1, -1)), -1))
     q, k, v = (x.detach() for x in (example.q, example.k, example.v))
-    keys, values = (x[:, own:].double().repeat_interleave(heads // problem.kv_heads, 2) for x in (k, v))
-    passes = backend.partial(problem, seen)
+    keys, values = (double(x[:, own:]).repeat_interleave(heads // problem.kv_heads, 2) for x in (k, v))
+    passes, others = backend.partial(problem, seen), exactly(others)
     with torch.no_grad():
         part_out, part_lse = passes.forward(q, k[:, :own], v[:, :own])
         failures = [
@@ -66,20 +66,20 @@ def partial_failures(backend: Any, problem: Problem) -> list[str]:
         ]
         if failures:
             return failures
-        out, lse = formula.formula(q.double(), keys, values, others, problem.scale)
+        out, lse = formula.formula(double(q), keys, values, others, problem.scale)
         lse = lse.transpose(1, 2).contiguous()
-        merge_(out, lse, part_out.double(), part_lse.double().transpose(1, 2))
+        merge_(out, lse, double(part_out), double(part_lse).transpose(1, 2))
         lse = lse.transpose(1, 2)
-        found = {"out": out.to(problem.dtype), "lse": lse.to(sum_dtype(problem.dtype))}
+        found = {"out": out.to(q), "lse": lse.to(problem.device, sum_dtype(problem.dtype))}
         if oracle.grad is not None:
             whole = lse.masked_fill(lse == -math.inf, math.inf)
-            saved = q, k[:, :own], v[:, :own], found["out"], whole.to(found["lse"].dtype)
+            saved = q, k[:, :own], v[:, :own], found["out"], whole.to(found["lse"])
             dq, dk, dv = passes.backward(oracle.grad, oracle.grad_lse, saved)[:3]
             more = _dq_of(oracle, q, keys, values, others, out, whole)
             known = [oracle.expected[name].value[:, own:].to(problem.dtype) for name in ("dk", "dv")]
-            found["dq"] = (dq.double() + more).to(problem.dtype)
+            found["dq"] = (double(dq) + more).to(problem.dtype)
             for name, x, rest in zip(("dk", "dv"), (dk, dv), known, strict=True):
-                found[name] = torch.cat((x.to(problem.dtype), rest), 1)
+                found[name] = torch.cat((exactly(x).to(problem.dtype), rest), 1)
         return list(oracle.check(found).failures)
 
 
@@ -87,11 +87,11 @@ def _dq_of(oracle: Oracle, q: Tensor, keys: Tensor, values: Tensor, counts: Tens
     """The part of dq, in float64, that comes from some keys, with out and lse over all keys."""
     assert oracle.grad is not None
     assert oracle.grad_lse is not None
-    scale, grad = oracle.example.problem.scale, oracle.grad.double()
-    scores = torch.einsum("bqhd,bkhd->bhqk", q.double() * scale, keys)
+    scale, grad = oracle.example.problem.scale, double(oracle.grad)
+    scores = torch.einsum("bqhd,bkhd->bhqk", double(q) * scale, keys)
     weights = counts * (scores - lse[..., None]).exp()
     of_weights = torch.einsum("bqhd,bkhd->bhqk", grad, values)
-    of_rows = oracle.grad_lse.double() - (grad * out).sum(-1).transpose(1, 2)
+    of_rows = double(oracle.grad_lse) - (grad * out).sum(-1).transpose(1, 2)
     return torch.einsum("bhqk,bkhd->bqhd", weights * (of_weights + of_rows[..., None]), keys) * scale
 
 
@@ -160,7 +160,7 @@ def _oracle(example: Example, counts: Tensor) -> Oracle:
     dense = replace(example.problem, pattern=Dense(), has_key_mask=False, is_document=False)
     dense = replace(dense, bias=tuple(counts.shape[:2]))
     masks = {name: x for name, x in example.masks.items() if name != "key_mask"}
-    return Oracle.of(replace(example, problem=dense, masks={**masks, "bias": counts.double().log()}))
+    return Oracle.of(replace(example, problem=dense, masks={**masks, "bias": double(counts).log()}))
 
 
 def problem_of_specialized(backend: Backend, problem: Problem) -> Problem | None:
@@ -220,7 +220,7 @@ def _differences(found: Any, expected: Any, problem: Problem, heads_first: bool)
         if (x.shape, x.dtype) != (y.shape, y.dtype):
             yield f"{name} is {list(x.shape)} of {x.dtype}, that of run {list(y.shape)} of {y.dtype}"
         elif not torch.equal(x, y):
-            yield f"{name} differs from that of run by up to {float((x.double() - y.double()).abs().max()):.2e}"
+            yield f"{name} differs from that of run by up to {float((double(x) - double(y)).abs().max()):.2e}"
 
 
 CHECKS = {

@@ -1,4 +1,4 @@
-"""Times calls by the host's clock, or by events on a CUDA device's stream.
+"""Times calls by the host's clock, which waits for other devices, or by events on a CUDA device's stream.
 
 An event is a time stamp taken by the device. On CUDA the calls of a sample are enqueued while the device is busy with
 something else, so that they follow one another as in a model whose queue is ahead; what the host needs to enqueue them
@@ -53,7 +53,7 @@ class Stopwatch:
     """Takes samples of a call, in milliseconds. `load` is what took place during all samples together."""
 
     load: Load = NO_LOAD
-    shortest_ms = SHORTEST_MS  #: milliseconds of a sample, for which shorter calls are repeated
+    shortest_ms: float = SHORTEST_MS  #: milliseconds of a sample, for which shorter calls are repeated
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
         """Milliseconds per call over ``repeats`` calls in a row: the sample that candidates are compared by."""
@@ -77,6 +77,7 @@ class HostStopwatch(Stopwatch):
 
     Args:
         reading: this process's load so far; None: disturbances are not noticed.
+        finish: waits for what calls have given a device to do.
         rest: lets some seconds pass.
         retakes: times that a disturbed sample is taken again at most.
     """
@@ -86,6 +87,8 @@ class HostStopwatch(Stopwatch):
     rest: Callable[[float], None] = time.sleep
     retakes: int = RETAKES
     load: Load = NO_LOAD
+    finish: Callable[[], object] = bool
+    shortest_ms: float = SHORTEST_MS
 
     def mean_ms(self, call: Call, repeats: int = 1) -> float:
         mean_ms, disturbed = self._sample(call, repeats)
@@ -100,9 +103,11 @@ class HostStopwatch(Stopwatch):
         """Mean milliseconds of a call, and whether other programs took cores from this process meanwhile."""
         with collector_off():
             before = NO_LOAD if self.reading is None else self.reading()
+            self.finish()
             start_s = self.clock()
             for _ in range(repeats):
                 call()
+            self.finish()
             mean_ms = (self.clock() - start_s) * 1e3 / repeats
             beside = NO_LOAD if self.reading is None else self.reading().since(before)
         self.load = self.load.plus(beside)
@@ -217,7 +222,7 @@ class CudaStopwatch(Stopwatch):
     """
 
     #: Milliseconds of a sample: the first call after a wait for the device takes the host up to three times as long.
-    shortest_ms = 4.0
+    shortest_ms: float = 4.0
 
     def __init__(
         self, device: torch.device, clock: Callable[[], float] = time.perf_counter, *, warms: bool = True

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, runner
+from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
@@ -62,7 +63,15 @@ class Example:
 
     def facts(self) -> list[float]:
         """A sum of each tensor, by which a change of its values is noticed."""
-        return [float(x.detach().sum(dtype=torch.float64)) for x in self._tensors()]
+        return [float(exactly(x).sum(dtype=torch.float64)) for x in self._tensors()]
+
+    def exact(self) -> Example:
+        """The same tensors, detached, where there is float64."""
+        if self.problem.device.type in KNOWN:
+            return self
+        q, k, v, *grads = map(exactly, (self.q, self.k, self.v, *([] if self.grad is None else [self.grad])))
+        masks = {name: exactly(x) for name, x in self.masks.items()}
+        return Example(replace(self.problem, device=q.device), q, k, v, grads[0] if grads else None, masks)
 
     def restore(self) -> None:
         """Draw the values of all tensors again, as `make` did: something has written into them."""
@@ -87,10 +96,14 @@ def example_bytes(problem: Problem) -> int:
     return ((2 if problem.needs_grad else 1) * q + 2 * kv) * problem.dtype.itemsize + masks + data_bytes(problem)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for what a CUDA device was given to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def exactly(x: Tensor) -> Tensor:
+    """The values of a tensor where there is float64: on its own device, or on the CPU."""
+    return x.detach() if x.device.type in KNOWN else x.detach().cpu()
+
+
+def double(x: Tensor) -> Tensor:
+    """The same in float64."""
+    return exactly(x).double()
 
 
 def make(problem: Problem, seed: int = 0, *, on_device: bool = False) -> Example:

@@ -23,6 +23,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend, forced_orders, refuse_score_terms, traces
 from attn_dispatch.log import logger
 from attn_dispatch.machine import memory
+from attn_dispatch.machine.devices import synchronize
 from attn_dispatch.settings import cache_folder, timeout_s
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
@@ -34,7 +35,7 @@ from attn_dispatch.text import one_line
 from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, quarantine, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
-from attn_dispatch.tuning.example import Example, make, synchronize
+from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.guard import NoReference, reference
 from attn_dispatch.tuning.hard_cases import CaseSpec, class_key, example_of, nan_memory
 from attn_dispatch.tuning.oracle import PAIRS, CheckResult, FurtherCheck, Incorrect, Oracle, further_checks
@@ -49,7 +50,7 @@ CASE_S = 0.01  #: seconds that a hard case is expected to take
 PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
 FIRST_CALL_FACTOR = 10.0  #: factor on the time that a backend declares for a first call, before it counts as hung
 _PASSED_FORMAT = "3"  # to be changed with the hard cases, so that every version must pass the new ones
-LOADING_MS = {"cuda": 2000.0, "cpu": 5.0}  #: milliseconds of a first call that may be one-time work, by device
+LOADING_MS, CPU_LOADING_MS = 2000.0, 5.0  #: milliseconds of a first call that may be one-time work
 CACHED_CASES = 48  #: those of 8 classes of problems stay in memory, a few MiB for each class
 COMPILED_CASES = 2  #: hard cases for a backend that compiles: large scores, and uneven lengths with rows without keys
 
@@ -249,8 +250,8 @@ class Gate:
         result, peak, first_ms = self._checked_run(candidate, limit_s)
         call_ms = first_ms
         # Compilation belongs neither to a call's time nor to its memory on a CPU, where the process is measured. Any
-        # first call on CUDA may load kernels and make plans, a short one on a CPU fills tables.
-        lazy = first_ms < LOADING_MS.get(self.problem.device.type, 0.0)
+        # first call on a GPU may load kernels and make plans, a short one on a CPU fills tables.
+        lazy = first_ms < (CPU_LOADING_MS if self.problem.device.type == "cpu" else LOADING_MS)
         if builds or lazy or guard.memory_excess(peak, needed, self.problem.device.type) is not None:
             del result
             result, peak, call_ms = self._checked_run(candidate, limit_s)
@@ -326,7 +327,7 @@ class Gate:
 
         def run(call: Callable[[], T]) -> T:
             found = call()
-            synchronize(self.problem.device)  # on CUDA the call has only been enqueued
+            synchronize(self.problem.device)  # on a GPU the call has only been enqueued
             return found
 
         with guard.capped(self.problem.device):
@@ -343,7 +344,7 @@ class Gate:
         """The kind of quarantine for an exception, or None; `free_before` is the memory free before the call."""
         if isinstance(error, guard.TimedOut):
             return "hung"
-        if guard.is_limit_error(error) or not guard.is_memory_error(error):
+        if guard.is_limit_error(error) or not guard.is_memory_error(error) or free_before == memory.UNKNOWN:
             return None
         # The declared memory was free and is so again: another program did not take it, the backend allocated more.
         is_free = needed <= min(free_before, memory.available_bytes(self.problem.device))

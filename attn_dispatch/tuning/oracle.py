@@ -2,7 +2,7 @@
 
 Where the whole formula would take too long, some query rows and heads are drawn, and the gradient of out is zero
 everywhere else. Then dq is zero off the drawn rows, and dk and dv, at every key, are sums over those rows alone: the
-candidate still runs at full size, and the expected values are exact.
+candidate still runs at full size, and the expected values are exact. Devices without float64 leave all this to a CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attn_dispatch.kernels.contract import Backend, runner, traces
 from attn_dispatch.kernels.numerics import multiplicity_of, rows_of_bias, sum_dtype
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.example import Example, exactly, make
 from attn_dispatch.tuning.guard import reference
 
 PAIRS = 2**21  #: query-key pairs that are evaluated in float64; past this, rows are drawn
@@ -102,14 +102,15 @@ class Oracle:
     def of(cls, example: Example, pairs: int | None = None) -> Oracle:
         """Evaluate the expected results, of rows with about `pairs` (`PAIRS`) query-key pairs. Raises NoReference."""
         example, grad, grad_lse = example.without_dropout(), None, None
+        exact = example.exact()
         drawn = draw(example.problem, PAIRS if pairs is None else pairs)
-        rows, heads = (x.to(example.problem.device) for x in drawn)
+        rows, heads = (x.to(exact.problem.device) for x in drawn)
         with _threads_for(example.problem):
             if example.grad is not None:
                 grad = torch.zeros_like(example.grad)
                 grad[:, rows[:, None], heads] = example.grad[:, rows[:, None], heads]
                 grad_lse = _grad_lse(example.problem, rows, heads)
-            expected = _Sample.of(example, rows, heads, grad_lse).expected()
+            expected = _Sample.of(exact, rows, heads, None if grad_lse is None else exactly(grad_lse)).expected()
         return cls(example, rows, heads, grad, grad_lse, expected, example.facts())
 
     @property
@@ -155,6 +156,7 @@ class Oracle:
     @reference()
     def check(self, found: dict[str, Tensor]) -> CheckResult:
         """Compare the tensors that `run` returned with the expected ones. Raises NoReference."""
+        found = {name: exactly(x) for name, x in found.items()}
         with _threads_for(self.example.problem):
             failures, errors = _contract_failures(found, self.example.problem), {"out": math.inf}
             for name, expected in [] if failures else self.expected.items():
@@ -247,9 +249,10 @@ def expected_of(example: Example, grad_lse: Tensor | None = None) -> dict[str, E
     Args:
         grad_lse: [batch, heads, q_len], the gradient of lse where the example has one of out; None: zero.
     """
+    example = example.without_dropout().exact()
     problem, device = example.problem, example.q.device
     every = torch.arange(problem.q_len, device=device), torch.arange(problem.heads, device=device)
-    sample = _Sample.of(example.without_dropout(), *every, grad_lse)
+    sample = _Sample.of(example, *every, None if grad_lse is None else exactly(grad_lse))
     with reference(), _threads_for(problem):
         return sample.expected()
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.contract import traces
+from attn_dispatch.machine.devices import synchronize
 from attn_dispatch.machine.load import Load
 from attn_dispatch.settings import cache_folder, expected_calls
 from attn_dispatch.spec.problem import Problem
@@ -245,6 +247,8 @@ def stopwatch_of(device: torch.device, stepped: bool) -> Stopwatch:
     """The stopwatch of a race on a device; `stepped` as of `Race`."""
     if device.type == "cuda":
         return CudaStopwatch(device, warms=not stepped)
+    if device.type != "cpu":
+        return HostStopwatch(finish=partial(synchronize, device), shortest_ms=CudaStopwatch.shortest_ms)
     return HostStopwatch(reading=Load.so_far, retakes=0 if stepped else RETAKES)  # a step is one sample
 
 

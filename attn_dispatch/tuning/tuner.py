@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from attn_dispatch.kernels import registry
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import load, memory
+from attn_dispatch.machine.devices import synchronize
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -29,7 +30,7 @@ from attn_dispatch.text import gib, one_line, printable
 from attn_dispatch.tuning import candidates, guard
 from attn_dispatch.tuning.candidates import Candidate, Request, current_environment, flops, incumbent_of, to_measure
 from attn_dispatch.tuning.choice import Admitted, Rejected
-from attn_dispatch.tuning.example import Example, example_bytes, make, synchronize
+from attn_dispatch.tuning.example import Example, example_bytes, make
 from attn_dispatch.tuning.gate import Gate
 from attn_dispatch.tuning.oracle import FEW_PAIRS, PAIRS, STEP_PAIRS, Incorrect
 from attn_dispatch.tuning.race import MAY_WIN_RATIO, Race
@@ -184,7 +185,7 @@ class Trial:
         with guard.reference():
             example = make(self.problem, on_device=True)
             synchronize(self.problem.device)
-        if self.problem.device.type == "cuda":  # its first use, which may take seconds, and the time to draw there
+        if self.problem.device.type != "cpu":  # its first use, which may take seconds, and the time to draw there
             self.outside_s = self.clock() - start
         pairs = STEP_PAIRS if stepped else FEW_PAIRS if self.waiting else PAIRS
         gate = self.gate = Gate(self.problem, self.request.address, example, pairs)

@@ -17,7 +17,7 @@ from attn_dispatch.decisions.unmeasured import static_decision
 from attn_dispatch.kernels import limits, registry
 from attn_dispatch.kernels.branches import backend
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
-from attn_dispatch.kernels.dense import CUDA_FLASH, CpuFlash
+from attn_dispatch.kernels.dense import CUDA_FLASH, CpuFlash, CudaEfficient, CudaFlash
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -260,11 +260,19 @@ def test_a_missing_device() -> None:
         assert "cuda:0 is not there" in texts(name, problem_of())
 
 
-def test_rocm_is_not_cuda(device: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    device(HOPPER)
+@pytest.mark.parametrize("head_dim", [64, 200])
+def test_what_runs_on_rocm(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever compares with NVIDIA's capabilities is left out, or does not ask for AMD's."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: pytest.fail("AMD's capability was asked"))
     monkeypatch.setattr("torch.version.hip", "6.2")
-    assert texts("sdpa_cudnn", problem_of())[0] == "needs CUDA, this PyTorch has ROCm 6.2"
-    assert texts("sdpa", problem_of()) == []
+    problem = replace(problem_of(), head_dim=head_dim)
+    refused = {name: texts(name, problem) for name in (*registry.BUILT_IN, "manual")}
+    served = {name for name, why in refused.items() if not any("ROCm" in each or "runs on cpu" in each for each in why)}
+    assert served == {"sdpa", "sdpa_efficient", "sdpa_float32", "sdpa_mask", "tiles", "flex", "manual"}
+    assert type(sdpa.BACKEND.kernel(problem)) is CudaFlash
+    assert type(sdpa.BACKEND.kernel(replace(problem, dtype=F32))) is CudaEfficient
+    assert registry.preference("rocm-gfx942-304cu", problem.to_dict()) == registry.BUILT_IN
+    assert "is not measured on ROCm, and this PyTorch has ROCm 6.2" in refused["triton"]
 
 
 CPU = Limits("cpu", dict.fromkeys(DTYPES, ANY), masks=True)  #: limits that no backend uses start from it

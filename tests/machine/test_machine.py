@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from attn_dispatch.machine import devices, hardware, memory
 from tests.support import fakes
 from tests.support.calls import threads
-from tests.support.fakes import GIB, GTX1080, H100, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, raising, write
+from tests.support.fakes import GIB, GTX1080, H100, MI300X, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, fake_rocm
+from tests.support.fakes import raising, write
 
 INTEL_AMX = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -187,14 +188,25 @@ def test_without_nvml_torch_alone_describes(monkeypatch: pytest.MonkeyPatch, bro
     assert hardware.provenance("cuda:0")["driver"] == "unknown"
 
 
-def test_rocm_is_not_taken_for_cuda_and_nothing_is_asked_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_rocm_has_a_silicon_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers of capability are AMD's, and NVML is another maker's."""
+    fake_rocm(monkeypatch, MI300X)
+    fake_nvml(monkeypatch, {"GPU-dddd-4"})
+    found = hardware.hardware()
+    (gpu,) = found.gpus
+    assert hardware.silicon("cuda") == "rocm-gfx942-304cu-4mib-l2-192gib-amd-instinct-mi300x"
+    assert (gpu.uuid, gpu.driver, gpu.gfx, found.toolkit) == ("dddd-4", None, "gfx942", "ROCm 6.2")
+    assert "gfx942, 304cu" in str(found)
+    assert hardware.dtype_advice("cuda").dtype == "float16"
+    assert hardware.provenance("cuda")["cuda"] == "ROCm 6.2"
+    assert hardware.silicon_of(replace(gpu, gfx="", capability=(9, 4))).startswith("cuda-sm94")
+
+
+def test_nothing_is_asked_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, H100)
     monkeypatch.setattr("torch.cuda.device_count", lambda: pytest.fail("CUDA was asked"))
-    for name, value in (("torch.version.cuda", None), ("torch.cuda.is_available", lambda: False)):
-        with monkeypatch.context() as patch:
-            patch.setattr(name, value)
-            assert hardware.hardware().gpus == ()
-            fakes.forget()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert hardware.hardware().gpus == ()
 
 
 def test_cpu_questions_do_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ SILICON = "cpu-made-up-8c-8t"
 
 def forget() -> None:
     """Drop everything that the two modules read once."""
-    for cached in (hardware._gpus, hardware._read_cpu, hardware._chip, _nvml, *CUDA):
+    for cached in (hardware._gpus, hardware._accelerator, hardware._read_cpu, hardware._chip, _nvml, *CUDA):
         cached.cache_clear()
 
 
@@ -53,6 +53,13 @@ GTX1080 = props("NVIDIA GeForce GTX 1080", (6, 1), 20, 2 * MIB, 8_510_701_568, u
 SLICE = props("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 14, 5 * MIB, 5_100_273_664, uuid="cccc-3")
 
 
+MI300X = props(
+    *("AMD Instinct MI300X", (9, 4), 304, 4 * MIB, 206_141_652_992),
+    uuid="dddd-4",
+    gcnArchName="gfx942:sramecc+:xnack-",
+)
+
+
 class FakeNvmlError(Exception):
     pass
 
@@ -83,6 +90,12 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, *devices: SimpleNamespace) -> Non
     monkeypatch.setattr("torch.cuda.get_arch_list", list)
     monkeypatch.setattr("torch.cuda.current_device", lambda: len(devices) - 1)
     cuda_memory(monkeypatch, free=0)
+
+
+def fake_rocm(monkeypatch: pytest.MonkeyPatch, *devices: SimpleNamespace) -> None:
+    fake_cuda(monkeypatch, *devices)
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("torch.version.hip", "6.2")
 
 
 def cuda_memory(

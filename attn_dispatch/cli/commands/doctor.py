@@ -65,7 +65,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     from attn_dispatch.machine.hardware import hardware
 
     found, devices, backends = hardware(), list[Sequence[str]]([DEVICES]), list[Sequence[str]]([BACKENDS])
-    about = [*str(found).splitlines(), f"torch {found.torch}, CUDA {found.cuda or 'none'}"]
+    about = [*str(found).splitlines(), f"torch {found.torch}, {found.toolkit}"]
     for each in report["devices"]:
         about += [f"{each['device']} cannot be used: {each['unusable']}"] if each["unusable"] else []
         free = "unknown" if each["free_bytes"] is None else gib(each["free_bytes"])

@@ -120,10 +120,12 @@ def _problem(args: argparse.Namespace, tokens: int) -> Problem:
 
 
 def _memory(args: argparse.Namespace, device: torch.device) -> int:
-    from attn_dispatch.machine.memory import available_bytes
+    from attn_dispatch.machine.memory import UNKNOWN, available_bytes
     from attn_dispatch.tuning.candidates import MEMORY_SHARE
 
     free = available_bytes(device)
+    if free == UNKNOWN and args.memory is None:
+        raise InvalidInput(f"--memory must be given for {device}, which does not tell how much is free")
     most = int(MEMORY_SHARE * free)
     if args.memory is not None and args.memory > most:
         share = f"{MEMORY_SHARE:.0%} of the {gib(free)} free on {device}"

@@ -133,6 +133,8 @@ class Variant(NamedTuple):
         batch = min(plan.batch_step, problem.batch)
         if pieces:  # none where no query is selected
             found = self.limits.piece_refusals(min(k for k, _ in pieces), batch * max(s for _, s in pieces))
+        if not self.limits.lse and any(not piece.fresh_q for block in plan.blocks for piece in block.pieces):
+            found.append(Refusal("lse", "returns no lse, by which the parts of this pattern are joined"))
         return found or (self.package.load_refusals() if self.package else [])
 
     def plan(self, problem: Problem, kernel: Kernel) -> BranchPlan:
@@ -189,7 +191,7 @@ class Branched(Backend):
         kernel, plan, _ = _prepared(self, problem)
         return branches.passes(problem, plan, kernel, {} if key_mask is None else {"key_mask": key_mask})
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Result:
         kernel, plan, _ = _prepared(self, problem)
         return branches.run(q, k, v, problem, plan, kernel, tensors)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
+from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.dense import CUDA_HEAD_ALIGN, DenseCall, Kernel, with_lse_column
 from attn_dispatch.kernels.device_cache import kv_head_index
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
@@ -39,7 +40,7 @@ def run(
     kernel: Kernel,
     masks: Mapping[str, Tensor],
     biases: tuple[Bias, ...] = (),
-) -> tuple[Tensor, Tensor]:
+) -> Result:
     """Run a plan with a dense kernel.
 
     Args:
@@ -48,17 +49,18 @@ def run(
         biases: indexed by `Piece.bias`.
 
     Returns:
-        out as q, and lse [batch, heads, q_len]. Gradients pass through both where `problem.needs_grad`.
+        out as q, and lse [batch, heads, q_len] where the kernel gives it. Gradients pass through both where
+        `problem.needs_grad`.
     """
     q, problem = with_positive_scale(q, problem)
     single = plan.single
     if single is not None and not problem.needs_grad and not masks:
         out, lse = kernel.forward(DenseCall(q, k, v, single.is_causal, problem.scale))
-        return _as(out, q.dtype), lse
-    call = passes(problem, plan, kernel, masks, biases)
-    if problem.needs_grad:
-        return differentiable(q, k, v, call)
-    return call.forward(q, k, v)
+        out = _as(out, q.dtype)
+    else:
+        call = passes(problem, plan, kernel, masks, biases)
+        out, lse = differentiable(q, k, v, call) if problem.needs_grad else call.forward(q, k, v)
+    return (out, lse) if kernel.gives_lse else out
 
 
 def passes(
@@ -353,6 +355,8 @@ def workspace_bytes(problem: Problem, plan: BranchPlan, kernel: Kernel) -> int:
     odd = problem.scale < SMALLEST_SCALE[sum_dtype(problem.dtype)] or any("d" not in x[:4] for x in problem.strides)
     copied = q * grads + 2 * (q + k) * odd + (3 * q + 2 * k) * (grads and problem.return_lse)
     total: int = copied_bytes(problem) + copied * row + 32 * (q + k * problem.masked) + kernel_bytes(problem, k)
+    if problem.masked and not kernel.gives_lse:  # the mask of `Sdpa`
+        total += 8 * problem.batch * problem.q_len * problem.k_len
     if plan.single is not None and not problem.masked and problem.device.type == "cpu":
         return total + kernel.allocates * (2 + 2 * grads) * (q + k) * wide
     # Of the largest block: its sums, and of a piece what is gathered for each query head, results, and copies.

@@ -14,6 +14,7 @@ from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, sum_dty
 from attn_dispatch.kernels.tiles.pairs import AT_ONCE
 from attn_dispatch.kernels.tiles.run import most_keys
 from attn_dispatch.kernels.tiles.tables import MASK_BYTES, PAIR, SPAN, Outline, outline_of
+from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.spec.data import BlocksForm, Form
 from attn_dispatch.spec.orders import HILBERT, NATURAL, RESIDUE, token_order_of
 from attn_dispatch.spec.pattern import Dense
@@ -23,6 +24,7 @@ from attn_dispatch.spec.reach import Axis, Band
 PAIR_LIMIT = 2**24  #: of tile pairs
 OUTLINED_TOKENS, OUTLINED_PAIRS = 2**20, 2**18  #: of all classes of heads; more take long to look at
 PAIR_BYTES, BOX_BYTES, POSITION_BYTES = 200, 32, 32  #: of tables and while they are built; boxes, positions per axis
+SCORES = 5  #: matrices of them alive at once: scores, exponentials, weights, and two gradients
 BLOCK_BYTES = 32  #: of each count of blocks, and while pairs are found by them
 ROUNDED = 1.2  #: a density is rounded to half octaves
 
@@ -202,7 +204,8 @@ def call_bytes(problem: Problem, tile: int, seen: int) -> int:
     # What is gathered, and results; with gradients the operands and results of both passes, with the column, and sums.
     columns = grads * problem.return_lse
     rows = (2 + 3 * grads + 3 * columns) * q + (2 + 2 * grads + 2 * columns) * k + 2 * keys * problem.kv_heads * spread
-    chunk = (rows * item + k * wide * grads) * d + keys * tile * (wide + 8)
+    scores = 0 if problem.device.type in KNOWN else SCORES * heads  # of `Products`
+    chunk = (rows * item + k * wide * grads) * d + keys * tile * ((1 + scores) * wide + 8)
     total = copied_bytes(problem, masked_keys=False) + kernel_bytes(problem, k)
     total += problem.batch * (problem.q_len + problem.k_len) * (3 * problem.heads * wide + 16)  # lse and masks
     flipped = problem.scale < SMALLEST_SCALE[sum_dtype(problem.dtype)]

@@ -40,6 +40,7 @@ Solve = Callable[[Problem, Tensor | None], Passes]
 #: `contract`). Not measured; on CUDA, PyTorch's kernels come first where one call is the whole part, else a fused one.
 SOLVERS = {"cpu": ("native", "sdpa", "tiles"), "cuda": ("flash", "triton", "sdpa", "tiles")}
 DENSE_SOLVERS = {"cpu": SOLVERS["cpu"], "cuda": ("flash", "sdpa", "triton", "tiles")}
+OTHER_SOLVERS = ("tiles",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -382,7 +383,7 @@ def solver(problem: Problem) -> Any:
         LookupError: none does.
     """
     preferred = DENSE_SOLVERS if isinstance(problem.pattern, Dense) else SOLVERS
-    for name in preferred.get(problem.device.type, ()):
+    for name in preferred.get(problem.device.type, OTHER_SOLVERS):
         backend: Any = registry.load(name)
         if not backend.refusals(problem):
             return backend

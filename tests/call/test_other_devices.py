@@ -1,0 +1,91 @@
+"""A device that torch knows as its accelerator, and this package not by name: in processes of their own, since torch
+cannot forget one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import printed
+
+MODULE = ("-m", "tests.support.private_device")
+SILICON = "elsewhere-made-up-1"
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    """The compiled device."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("there is no g++")
+    from tests.support import private_device
+
+    return str(private_device.library(compiler))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("decisions")
+
+
+def task(device: str, store: Path, name: str, *arguments: str, **variables: str) -> Any:
+    """What a process prints last that has this device."""
+    printed_lines = printed(*MODULE, device, name, *arguments, ATTN_DISPATCH_CACHE_DIR=str(store), **variables)
+    return json.loads(printed_lines.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def decided(device: str, store: Path) -> Any:
+    """What calls give in a process that measures."""
+    return task(device, store, "decided")
+
+
+def test_every_backend_is_right_on_it(device: str, store: Path) -> None:
+    found = task(device, store, "forced")
+    wrong = {name: by_backend for name, by_backend in found.items() if any(isinstance(each, list) and each for each in by_backend.values())}
+    assert wrong == {}
+    able = {name: [each for each, answer in found[name].items() if answer == []] for name in found}
+    assert able["dense"] == able["causal, training"] == able["grouped"] == ["sdpa", "sdpa_mask", "tiles", "manual"]
+    assert able["window"] == able["ranges, training"] == able["few queries"] == ["sdpa_mask", "tiles", "manual"]
+    assert able["dense, training through lse"] == ["tiles", "manual"]
+    assert able["softcap"] == ["manual"]
+    assert able["operator"] == [""]
+    assert "returns no lse on elsewhere" in found["dense, training through lse"]["sdpa"]
+
+
+def test_it_is_measured_by_the_host(decided: Any) -> None:
+    assert {name: (call["wrong"], call["source"]) for name, call in decided["calls"].items()} == dict.fromkeys(
+        decided["calls"], ([], "measured")
+    )
+    assert decided["waits"] > 0
+    assert "Made up (R) 1" in decided["calls"]["dense"]["text"]
+    assert "backends need CUDA" in decided["calls"]["dense"]["text"]
+
+
+def test_another_process_measures_nothing(decided: Any, device: str, store: Path) -> None:
+    """What was measured is stored under the device's own name."""
+    again = task(device, store, "decided", ATTN_DISPATCH_MODE="locked")
+    choices, known = ({name: call["choice"] for name, call in each["calls"].items()} for each in (again, decided))
+    assert choices == known
+    assert {call["source"] for call in again["calls"].values()} == {"measured"}
+    assert SILICON in " ".join(path.name for path in store.rglob("*"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["sdpa", "sdpa_mask", "tiles", "manual"])
+def test_conformance(backend: str, device: str) -> None:
+    printed(*MODULE, device, "conformance", backend)
+
+
+def test_commands(device: str, store: Path) -> None:
+    here = {"ATTN_DISPATCH_CACHE_DIR": str(store)}
+    doctor = printed(*MODULE, device, "command", "doctor", **here)
+    assert "elsewhere:0: Made up (R) 1, memory: unknown, times by the host's clock, float64 on the CPU" in doctor
+    assert SILICON in doctor
+    profile = printed(*MODULE, device, "command", "profile", "--shape", "1,64,2,16", **here)
+    assert "Made up (R) 1" in profile
