@@ -19,7 +19,7 @@ ROOT = Path(attn_dispatch.__file__).parent
 
 #: At the top of the package: open to every room; and the functions that users call.
 BASE = {"errors", "log", "process_state", "settings", "text"}
-API = {"blocks", "dispatch", "profiling", "recording"}
+API = {"blocks", "dispatch", "profiling", "recording", "warming"}
 #: What a room imports, the base modules apart. A room may import what these import, too. The entry modules are
 #: `__init__` and `__main__`.
 ARROWS = {

@@ -96,3 +96,15 @@ def test_the_documentation_names_every_example() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
     for path in (each for each in EXAMPLES.iterdir() if not each.name.startswith("__")):
         assert f"examples/{path.name}" in text
+
+
+@pytest.mark.full
+def test_the_image_serves_without_a_compiler(tmp_path: Path) -> None:
+    """Its steps in a new home, of which the last has no compiler; then a call that it was made warm for."""
+    folder, home = tmp_path / "attention", {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("ATTN_", "XDG_", "TORCH", "TRITON"))
+    }
+    environment, problem = {**kept, **home}, '{"pattern": ...}'
+    folder.mkdir()
+    (folder / "problems.jsonl").write_text(problem)

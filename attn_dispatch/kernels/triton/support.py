@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from attn_dispatch import process_state
+from attn_dispatch import process_state, settings
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
+from attn_dispatch.kernels.device_cache import refuse_compiling
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.kernels.triton.blocks import (
     HEAD_DIM_LIMIT,
@@ -329,9 +330,26 @@ def launch(
     """Launch a kernel; `programs`: their number, which may be 0."""
     others = (*others, Meta(*map(import_module("triton.language").constexpr, meta)))
     options = {"num_warps": warps, "num_stages": stages, **FUSED}
+    if not settings.compiles():
+        _refuse_compiling()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = kernel[(programs,)](tensors, *others, **options) if programs else None
         return Launch(kernel, compiled, programs, device, others, options)
+
+
+def _refuse_compiling() -> None:
+    """Have Triton ask, before it looks for a kernel on disk, whether this package's may be compiled."""
+    runtime: Any = import_module("triton.knobs").runtime
+    asked = runtime.jit_cache_hook
+    if getattr(asked, "func", None) is not _asked:
+        runtime.jit_cache_hook = partial(_asked, asked)
+
+
+def _asked(before: Callable[..., Any] | None, *, fn: Any, **more: Any) -> Any:
+    """A hook of Triton's, which compiles nothing where it returns true; `before`: the one in whose place it is."""
+    if fn.module.startswith(__package__):
+        refuse_compiling(f"Triton's kernel {fn.name} for this call")
+    return before and before(fn=fn, **more)
 
 
 def in_fitting_block(
