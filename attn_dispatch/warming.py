@@ -63,8 +63,8 @@ def warm(
     Nothing is measured, but that decisions of other machines are checked where the mode has them checked.
 
     Args:
-        problems: `Problem`s; or a file that `record` or `attn-dispatch export` wrote, whose problems are meant, not its
-            decisions; by default, those of all decisions in the cache folder that are of this machine.
+        problems: `Problem`s, or a file that `record` or `attn-dispatch export` wrote, for its problems alone; by
+            default, those of all decisions in the cache folder that are of this machine.
         progress: show a bar with the remaining time on stderr.
         report: called with each problem's `Warmed` as soon as it is known.
 
@@ -72,8 +72,8 @@ def warm(
         One `Warmed` for each problem, in order.
 
     Raises:
-        InvalidInput: the mode is `off`, or the file cannot be read. Where all other problems are warm: NotDecided: one
-        has no stored decision. BackendFailed: a backend raised.
+        InvalidInput: the mode is `off`, or the file cannot be read. Once all other problems are warm:
+        NotDecided: one has no stored decision. BackendFailed: a backend raised.
     """
     if mode() == "off":
         raise InvalidInput("$ATTN_DISPATCH_MODE is 'off', which reads no decision: nothing can be made warm")
@@ -90,9 +90,9 @@ def warm(
                 report(found[-1])
     cold = [each for each in found if each.reason]
     if cold:
-        failed = any(each.backend for each in cold)
-        lines = [f"{len(cold)} of {len(found)} problems are not warm:", *(f"  {x.problem}: {x.reason}" for x in cold)]
-        raise (BackendFailed if failed else NotDecided)("\n".join(lines))
+        kind = BackendFailed if any(each.backend for each in cold) else NotDecided
+        lines = (f"\n  {each.problem}: {each.reason}" for each in cold)
+        raise kind(f"{len(cold)} of {len(found)} problems are not warm:{''.join(lines)}")
     return found
 
 
@@ -122,7 +122,7 @@ def stored_problems() -> Problems:
 
 
 def problems_in(path: str | os.PathLike[str]) -> Problems:
-    """The problems of a file that `record` or `export` wrote, of this machine. Raises InvalidInput: of another file."""
+    """The problems of a file that `record` or `export` wrote, of this machine. Raises InvalidInput for other files."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if text.startswith('{"schema"'):

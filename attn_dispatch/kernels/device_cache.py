@@ -244,7 +244,7 @@ def compiling() -> Iterator[None]:
 
 
 def refuse_compiling(what: str) -> None:
-    """Raise NotDecided where a call may not compile: it would wait for that, or for what an earlier process compiled."""
+    """Raise NotDecided where calls may not wait for a compiler, nor for what an earlier process compiled."""
     if not (_compiling or settings.compiles()):
         text = "$ATTN_DISPATCH_COMPILE is never, and this process has not compiled or loaded"
         more = "call attn_dispatch.warm() when it starts, and run `attn-dispatch warm` before"

@@ -35,6 +35,7 @@ TAKES = "3 minutes"
 PATTERN = Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True)
 BACKENDS = ("native", "flex")
 PROCESSES = {"empty caches": False, "after `attn-dispatch warm`": False, "the same, `warm()` first": True}
+ABOUT = "A LongNet call of 2,048 tokens, in new processes, each with a stored decision."
 LATER = 20  #: calls after the first, of which the median counts
 
 
@@ -71,7 +72,7 @@ def tables(found: Any) -> Iterator[Table]:
         for backend, each in found["processes"].items()
         for process, one in each.items()
     ]
-    yield Table(("backend", "process", "`warm()`", "first call", "later ones, median"), rows, "...")
+    yield Table(("backend", "process", "`warm()`", "first call", "later ones, median"), rows, ABOUT)
 
 
 def main() -> None:

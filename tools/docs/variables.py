@@ -22,8 +22,8 @@ OTHERS = {
 }
 MEANING = {
     "ATTN_DISPATCH_MODE": "what happens to a problem without a stored decision, see above",
-    "ATTN_DISPATCH_COMPILE": "in mode `locked`, whether calls may compile; never: they raise `NotDecided` unless `warm` has "
-    "compiled or loaded what they run",
+    "ATTN_DISPATCH_COMPILE": "in mode `locked`, whether calls may compile; never: they raise `NotDecided`, unless "
+    "`warm` has compiled or loaded what they run",
     "ATTN_DISPATCH_BUDGET_MS": "milliseconds after which no further candidate of one new problem is started; the first "
     "always runs, and unless this is 0 a second one of about its work; `profile` uses `--budget` instead",
     "ATTN_DISPATCH_TRIAL_SECONDS": "seconds of any minute that calls of `attend` may spend on trials; `profile` is not "

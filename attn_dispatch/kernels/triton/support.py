@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -331,25 +331,17 @@ def launch(
     others = (*others, Meta(*map(import_module("triton.language").constexpr, meta)))
     options = {"num_warps": warps, "num_stages": stages, **FUSED}
     if not settings.compiles():
-        _refuse_compiling()
+        knobs: Any = import_module("triton.knobs")
+        knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook or _asked
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = kernel[(programs,)](tensors, *others, **options) if programs else None
         return Launch(kernel, compiled, programs, device, others, options)
 
 
-def _refuse_compiling() -> None:
-    """Have Triton ask, before it looks for a kernel on disk, whether this package's may be compiled."""
-    runtime: Any = import_module("triton.knobs").runtime
-    asked = runtime.jit_cache_hook
-    if getattr(asked, "func", None) is not _asked:
-        runtime.jit_cache_hook = partial(_asked, asked)
-
-
-def _asked(before: Callable[..., Any] | None, *, fn: Any, **more: Any) -> Any:
-    """A hook of Triton's, which compiles nothing where it returns true; `before`: the one in whose place it is."""
+def _asked(*, fn: Any, **more: Any) -> None:
+    """Whether a kernel may be compiled: a hook of Triton's, called where this process has not compiled or loaded it."""
     if fn.module.startswith(__package__):
         refuse_compiling(f"Triton's kernel {fn.name} for this call")
-    return before and before(fn=fn, **more)
 
 
 def in_fitting_block(
