@@ -19,7 +19,7 @@ ROOT = Path(attn_dispatch.__file__).parent
 
 #: At the top of the package: open to every room; and the functions that users call.
 BASE = {"errors", "log", "private", "process_state", "settings", "system", "text"}
-API = {"blocks", "dispatch", "profiling", "recording"}
+API = {"blocks", "dispatch", "profiling", "recording", "warming"}
 #: What a room imports, the base modules apart. A room may import what these import, too. The entry modules are
 #: `__init__` and `__main__`.
 ARROWS = {
@@ -52,11 +52,11 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: Lines that a room may have, C++ and the report's page included. It is raised with a capability alone; whoever adds
 #: lines for anything else takes others away.
 LINES = {
-    "api": 925,
+    "api": 1085,
     "backends": 2045,
     "base": 440,
     "calls": 1095,
-    "cli": 3020,
+    "cli": 3050,
     "compat": 510,
     "decisions": 2300,
     "entry": 115,

@@ -1,0 +1,88 @@
+"""First calls of new processes: with empty caches, after `attn-dispatch warm`, and after `warm()` in the process.
+
+    python -m tools.bench.warm
+
+Each process has a stored decision. What torch loads by itself is not timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from attn_dispatch import Dilated, Problem, attend, warm
+from attn_dispatch.kernels import registry
+from attn_dispatch.settings import cache_folder
+from attn_dispatch.spec.orders import NATURAL
+from attn_dispatch.store.decision import Row
+from attn_dispatch.store.folder import Store
+from attn_dispatch.text import milliseconds
+from attn_dispatch.tuning.candidates import Request
+from tools.lib.common import parser, write
+from tools.lib.tables import Table
+
+TAKES = "3 minutes"
+PATTERN = Dilated((512, 1024, 2048), (1, 2, 4), is_causal=True)
+BACKENDS = ("native", "flex")
+PROCESSES = {"empty caches": False, "after `attn-dispatch warm`": False, "the same, `warm()` first": True}
+ABOUT = "A LongNet call of 2,048 tokens, in new processes, each with a stored decision."
+LATER = 20  #: calls after the first, of which the median counts
+
+
+def measured(backend: str, first: bool) -> dict[str, float]:
+    """The first call of this process, and later ones; with `first`, after `warm()`."""
+    q, k, v = (torch.randn(1, 2048, 8, 64) for _ in range(3))
+    of = Problem.of(q, k, v, PATTERN)
+    row = Row(backend=backend, order=NATURAL, status="chosen", version=registry.load(backend).version(), median_ms=1.0)
+    Store(cache_folder()).put(Request.of(of).decision((backend, NATURAL), "measured", [row]))
+    took = []
+    for call in (lambda: first and warm(progress=False), *[lambda: attend(q, k, v, PATTERN)] * (1 + LATER)):
+        start = time.perf_counter()
+        call()
+        took.append((time.perf_counter() - start) * 1e3)
+    return {"warm_ms": took[0], "first_ms": took[1], "usual_ms": median(took[2:])}
+
+
+def processes(backend: str, folder: Path) -> Iterator[tuple[str, dict[str, float]]]:
+    """What each process measured, in turn, and how many libraries were compiled for it."""
+    names = {"XDG_CACHE_HOME": "home", "ATTN_DISPATCH_CACHE_DIR": "decisions", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    env = {**os.environ, "ATTN_DISPATCH_MODE": "locked", **{name: str(folder / of) for name, of in names.items()}}
+    for process, first in PROCESSES.items():
+        before = set(folder.rglob("*.so"))
+        if process == "after `attn-dispatch warm`":
+            subprocess.run([sys.executable, "-m", "attn_dispatch", "warm"], env=env, check=True, capture_output=True)
+        code = f"import json; from tools.bench.warm import measured; print(json.dumps(measured({backend!r}, {first})))"
+        done = subprocess.run([sys.executable, "-c", code], env=env, check=True, stdout=subprocess.PIPE, text=True)
+        yield process, {**json.loads(done.stdout), "compiled": len(set(folder.rglob("*.so")) - before)}
+
+
+def tables(found: Any) -> Iterator[Table]:
+    rows = [
+        (f"`{backend}`", process, *(milliseconds(one[name]) for name in ("warm_ms", "first_ms", "usual_ms")))
+        for backend, each in found["processes"].items()
+        for process, one in each.items()
+    ]
+    yield Table(("backend", "process", "`warm()`", "first call", "later ones, median"), rows, ABOUT)
+
+
+def main() -> None:
+    given = parser(__doc__, "warm.json").parse_args()
+    found: dict[str, Any] = {}
+    for backend in BACKENDS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[backend] = dict(processes(backend, Path(folder)))
+    write(given.output, {"processes": found}, tables)
+
+
+if __name__ == "__main__":
+    main()
