@@ -12,10 +12,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from attn_dispatch.machine.memory import PROC, host_psutil, read_text
-
-if sys.platform != "win32":
-    import resource
+from attn_dispatch.machine.memory import PROC, host_psutil, read_text, resource
 
 DISTURBED_PER_S = 90.0  #: involuntary context switches per second of CPU time from which a measurement is disturbed
 STRAY_SWITCHES = 4  #: switches that occur on a quiet machine however short the measurement
@@ -24,9 +21,7 @@ CALM_PRESSURE = 0.10  #: share of the last ten seconds in which a task waited fo
 
 def involuntary_switches() -> int:
     """How often a core was taken from a thread of this process, so far; Windows does not count it."""
-    if sys.platform == "win32":
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    return 0 if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw)
 
 
 class Load(NamedTuple):
@@ -63,8 +58,8 @@ def is_calm(proc: Path = PROC) -> bool:
     if pressure is not None:
         return pressure < CALM_PRESSURE
     try:
-        averages = host_psutil().getloadavg() if sys.platform == "win32" else os.getloadavg()
-        return bool(averages[0] < cores())  # of the last minute: this process's own start counts too
+        averages = getattr(os, "getloadavg", None) or host_psutil().getloadavg
+        return bool(averages()[0] < cores())  # of the last minute: this process's own start counts too
     except OSError:
         return True
 
@@ -80,4 +75,6 @@ def _pressure(proc: Path) -> float | None:
 
 def cores() -> int:
     """How many cores this process may use, without regard to quotas."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -20,12 +20,11 @@ from attn_dispatch.log import say_once
 from attn_dispatch.machine.devices import cuda_devices, resolve
 from attn_dispatch.text import one_line
 
-if sys.platform != "win32":
-    import resource
-
 if TYPE_CHECKING:
     import torch
 
+#: Limits of this process, and what it used; None on Windows.
+resource: Any = None if sys.platform == "win32" else importlib.import_module("resource")
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 UNKNOWN = sys.maxsize  #: free bytes of a device that does not tell them: nothing is refused for lack of memory
@@ -34,6 +33,7 @@ _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 T = TypeVar("T")
 
+MADV_DONTNEED: int = getattr(mmap, "MADV_DONTNEED", 0)  #: not of Windows
 MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  #: of Linux alone
 LARGE_PAGE = 2**21  #: bytes, on x86-64 and most of aarch64
 
@@ -96,7 +96,7 @@ def host_memory(proc: Path = PROC) -> tuple[int, int]:
 
 def address_space_left() -> int | None:
     """Bytes that may still be mapped under RLIMIT_AS; None without that limit."""
-    if sys.platform == "win32":
+    if resource is None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft - _mapped_bytes()
@@ -251,7 +251,7 @@ def _discard_free_heap() -> None:
     blocks = [libc.malloc(BLOCK) for _ in range(min(libc.mallinfo2().fordblks // BLOCK + 1, MOST_BLOCKS))]
     for start in filter(None, blocks):
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + BLOCK) // mmap.PAGESIZE * mmap.PAGESIZE
-        libc.madvise(first, last - first, mmap.MADV_DONTNEED)
+        libc.madvise(first, last - first, MADV_DONTNEED)
     for start in blocks:
         libc.free(start)
 

@@ -302,7 +302,7 @@ class CrashMarker:
         if handle is not None:
             with suppress(OSError):
                 os.ftruncate(handle, 0)
-                _write(handle, content)
+                _overwrite(handle, content)
 
 
 @contextmanager
@@ -375,10 +375,10 @@ def _create(folder: Path, marker: CrashMarker) -> None:
     with suppress(OSError):  # a file system without locks
         # Before writing: other processes leave an empty marker alone.
         system.lock(handle)
-    _write(handle, marker.content)
+    _overwrite(handle, marker.content)
 
 
-def _write(handle: int, content: bytes) -> None:
+def _overwrite(handle: int, content: bytes) -> None:
     os.lseek(handle, 0, os.SEEK_SET)
     os.write(handle, content)
 

@@ -14,8 +14,8 @@ import multiprocessing.context
 import os
 import platform
 import shutil
-import struct
 import sys
+import sysconfig
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,8 @@ from typing import Any
 #: Loaded before anything is taken away: they ask for the system, or for what it lacks, as they are imported.
 LOADED = (
     *("asyncio", "concurrent.futures.thread", "concurrent.futures.process", "multiprocessing.managers", "subprocess"),
-    *("logging", "tempfile", "random", "rich.console", "rich.table", "psutil", "torch"),
+    *("logging", "tempfile", "random", "rich.console", "rich.table", "platformdirs", "psutil", "torch"),
+    "torch._inductor.config",
 )
 MODULES = {"win32": ("fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty"), "darwin": ()}
 #: What the other has not either.
@@ -62,6 +63,7 @@ def simulate(system: str) -> None:
     """Make this process one of the system, for good."""
     for name in LOADED:
         importlib.import_module(name)
+    sysconfig.get_config_vars()
     sys.platform = system
     name, machine, processor = UNAME[system]
     for asked, answer in (("system", name), ("machine", machine), ("processor", processor), ("platform", name)):
@@ -96,7 +98,8 @@ def hide_folders() -> None:
         return opened
 
     builtins.open = io.open = hiding(open)
-    os.scandir, os.listdir = hiding(os.scandir), hiding(os.listdir)
+    for name in ("listdir", "scandir", "stat"):
+        setattr(os, name, hiding(getattr(os, name)))
 
 
 def _caller() -> str:
@@ -110,11 +113,10 @@ def be_windows() -> None:
     multiprocessing.context._concrete_contexts = {"spawn": multiprocessing.get_context("spawn")}  # type: ignore[attr-defined]
 
     def locking(handle: int, mode: int, count: int) -> None:
-        kind = fcntl.F_UNLCK if mode == 0 else fcntl.F_WRLCK
-        about = struct.pack("hhqqi4x", kind, os.SEEK_CUR, 0, count, 0)
+        assert os.lseek(handle, 0, os.SEEK_CUR) > os.fstat(handle).st_size, "others could not read a locked byte"
         try:
-            fcntl.fcntl(handle, fcntl.F_OFD_SETLK, about)  # of one open file, as Windows' are
-        except OSError as error:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB if mode else fcntl.LOCK_UN)
+        except BlockingIOError as error:
             raise PermissionError(13, "Permission denied") from error
 
     def unless_in_use(call: Callable[..., Any]) -> Callable[..., Any]:
