@@ -170,13 +170,10 @@ def main(path: str, task: str, *arguments: str) -> object:
         found = {f"{name}{way}": Call(each, way).forced() for name, each in CALLS.items() for way in WAYS}
         with Seen():
             return found | {"operator": {"": Call(CALLS["causal"], ", training").wrong()}}
-    if task == "decided":
-        decided = {f"{name}{way}": Call(CALLS[name], way).decided() for name, way in MEASURED}
-        return {"calls": decided, "waits": here.waits()}
     if task == "conformance":
-        conformance(arguments[0], problems(NAME))
-        return None
-    return cli(arguments)
+        return bool(conformance(arguments[0], problems(NAME)))
+    decided = {f"{name}{way}": Call(CALLS[name], way).decided() for name, way in MEASURED}
+    return {"calls": decided, "waits": here.waits(), "exit": cli(arguments)}
 
 
 if __name__ == "__main__":
