@@ -53,7 +53,7 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: lines for anything else takes others away.
 LINES = {
     "api": 925,
-    "backends": 2045,
+    "backends": 2055,
     "base": 300,
     "calls": 1095,
     "cli": 3020,
@@ -61,19 +61,19 @@ LINES = {
     "decisions": 2300,
     "entry": 115,
     "integrations": 1410,
-    "kernels": 10600,  # with parts that two backends share
+    "kernels": 10670,  # with parts that two backends share
     "learning": 970,
-    "machine": 1020,
+    "machine": 1070,
     "nn": 1585,
     "profiles": 10,
     "ring": 3960,
-    "spec": 2850,
+    "spec": 2860,
     "store": 1500,
-    "testing": 910,
-    "tuning": 3780,
+    "testing": 915,
+    "tuning": 3800,
 }
-BESIDE = {"tests": 36_800, "tools": 6600}  #: the same for the folders beside the package
-PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
+BESIDE = {"tests": 37_200, "tools": 6600}  #: the same for the folders beside the package
+PACKAGE = 39_000  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
