@@ -284,9 +284,9 @@ class Sdpa(Kernel):
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            inputs = tuple(x.detach().requires_grad_() for x in call[:3])
-            out, _ = self.forward(DenseCall(*inputs, *call[3:]))
-        return gradients((out,), inputs, (grad,))
+            q, k, v = (x.detach().requires_grad_() for x in call[:3])
+            out, _ = self.forward(call._replace(q=q, k=k, v=v))
+        return gradients((out,), (q, k, v), (grad,))
 
     def specialized(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, heads_first: bool

@@ -349,8 +349,8 @@ def _described(device: torch.device) -> Gpu | Accelerator:
 def _accelerator(device: torch.device) -> Accelerator:
     import torch
 
-    module, backend = torch.get_device_module(device), getattr(torch.backends, device.type, None)
-    name = device.type
+    module, name = torch.get_device_module(device), device.type
+    backend: Any = getattr(torch.backends, device.type, None)
     with suppress(AttributeError, RuntimeError):  # this device's module tells no name
         name = str(getattr(module, "get_device_name", lambda _: backend.get_name())(device))
     with suppress(AttributeError, RuntimeError):  # Apple's chips of one name differ in them

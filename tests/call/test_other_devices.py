@@ -33,21 +33,25 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("decisions")
 
 
-def task(device: str, store: Path, name: str, *arguments: str, **variables: str) -> Any:
-    """What a process prints last that has this device."""
-    printed_lines = printed(*MODULE, device, name, *arguments, ATTN_DISPATCH_CACHE_DIR=str(store), **variables)
-    return json.loads(printed_lines.splitlines()[-1])
+def task(device: str, store: Path, name: str, *arguments: str, **variables: str) -> tuple[str, Any]:
+    """What a process prints that has this device, and what its task gives."""
+    text = printed(*MODULE, device, name, *arguments, ATTN_DISPATCH_CACHE_DIR=str(store), **variables)
+    return text, json.loads(text.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def decided(device: str, store: Path) -> Any:
-    """What calls give in a process that measures."""
-    return task(device, store, "decided")
+def decided(device: str, store: Path) -> tuple[str, Any]:
+    """A process that measures: calls, and the command `profile`."""
+    return task(device, store, "decided", "profile", "--shape", "1,64,2,16")
 
 
 def test_every_backend_is_right_on_it(device: str, store: Path) -> None:
-    found = task(device, store, "forced")
-    wrong = {name: by_backend for name, by_backend in found.items() if any(isinstance(each, list) and each for each in by_backend.values())}
+    _, found = task(device, store, "forced")
+    wrong = {
+        name: by_backend
+        for name, by_backend in found.items()
+        if any(isinstance(each, list) and each for each in by_backend.values())
+    }
     assert wrong == {}
     able = {name: [each for each, answer in found[name].items() if answer == []] for name in found}
     assert able["dense"] == able["causal, training"] == able["grouped"] == ["sdpa", "sdpa_mask", "tiles", "manual"]
@@ -58,34 +62,31 @@ def test_every_backend_is_right_on_it(device: str, store: Path) -> None:
     assert "returns no lse on elsewhere" in found["dense, training through lse"]["sdpa"]
 
 
-def test_it_is_measured_by_the_host(decided: Any) -> None:
-    assert {name: (call["wrong"], call["source"]) for name, call in decided["calls"].items()} == dict.fromkeys(
-        decided["calls"], ([], "measured")
+def test_it_is_measured_by_the_host(decided: tuple[str, Any]) -> None:
+    text, found = decided
+    calls = found["calls"]
+    assert {name: (call["wrong"], call["source"]) for name, call in calls.items()} == dict.fromkeys(
+        calls, ([], "measured")
     )
-    assert decided["waits"] > 0
-    assert "Made up (R) 1" in decided["calls"]["dense"]["text"]
-    assert "backends need CUDA" in decided["calls"]["dense"]["text"]
+    assert found["waits"] > 0
+    assert "Made up (R) 1" in calls["dense"]["text"]
+    assert "8 backends need CUDA" in calls["dense"]["text"]
+    assert found["exit"] == 0
+    assert "Made up (R) 1" in text
 
 
-def test_another_process_measures_nothing(decided: Any, device: str, store: Path) -> None:
-    """What was measured is stored under the device's own name."""
-    again = task(device, store, "decided", ATTN_DISPATCH_MODE="locked")
-    choices, known = ({name: call["choice"] for name, call in each["calls"].items()} for each in (again, decided))
+def test_another_process_measures_nothing(decided: tuple[str, Any], device: str, store: Path) -> None:
+    """What was measured is stored under the device's own name, which `doctor` tells."""
+    text, again = task(device, store, "decided", "doctor", ATTN_DISPATCH_MODE="locked")
+    choices, known = ({name: call["choice"] for name, call in each["calls"].items()} for each in (again, decided[1]))
     assert choices == known
     assert {call["source"] for call in again["calls"].values()} == {"measured"}
+    assert "elsewhere:0: Made up (R) 1, memory: unknown, times by the host's clock, float64 on the CPU" in text
+    assert SILICON in text
     assert SILICON in " ".join(path.name for path in store.rglob("*"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["sdpa", "sdpa_mask", "tiles", "manual"])
-def test_conformance(backend: str, device: str) -> None:
-    printed(*MODULE, device, "conformance", backend)
-
-
-def test_commands(device: str, store: Path) -> None:
-    here = {"ATTN_DISPATCH_CACHE_DIR": str(store)}
-    doctor = printed(*MODULE, device, "command", "doctor", **here)
-    assert "elsewhere:0: Made up (R) 1, memory: unknown, times by the host's clock, float64 on the CPU" in doctor
-    assert SILICON in doctor
-    profile = printed(*MODULE, device, "command", "profile", "--shape", "1,64,2,16", **here)
-    assert "Made up (R) 1" in profile
+def test_conformance(backend: str, device: str, store: Path) -> None:
+    assert task(device, store, "conformance", backend)[1]

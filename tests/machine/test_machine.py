@@ -14,10 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.machine import devices, hardware, memory
-from tests.support import fakes
 from tests.support.calls import threads
-from tests.support.fakes import GIB, GTX1080, H100, MI300X, MIB, SLICE, FakeNvmlError, fake_cuda, fake_nvml, fake_rocm
-from tests.support.fakes import raising, write
+from tests.support.fakes import (
+    GIB,
+    GTX1080,
+    H100,
+    MI300X,
+    MIB,
+    SLICE,
+    FakeNvmlError,
+    fake_cuda,
+    fake_nvml,
+    fake_rocm,
+    raising,
+    write,
+)
 
 INTEL_AMX = """processor\t: 0
 vendor_id\t: GenuineIntel

@@ -46,14 +46,15 @@ def library(compiler: str) -> Path:
 
 def register(path: str) -> ctypes.CDLL:
     """Make this process's torch know the device, which it cannot forget; the library, which counts `waits`."""
-    torch.ops.load_library(path)
-    torch.utils.rename_privateuse1_backend(NAME)
+    known: Any = torch
+    known.ops.load_library(path)
+    known.utils.rename_privateuse1_backend(NAME)
     module: Any = ModuleType(NAME)
     module.is_available, module.device_count, module.current_device = bool, int, int
     module.is_available, module.device_count = lambda: True, lambda: 1
     module._is_in_bad_fork, module.manual_seed_all = bool, lambda seed: None
     module.get_device_name = lambda device=None: "Made up (R) 1"
-    torch._register_device_module(NAME, module)
+    known._register_device_module(NAME, module)
     return ctypes.CDLL(path)
 
 
@@ -120,20 +121,22 @@ class Call:
     def __init__(self, asked: Asked, way: str) -> None:
         self.asked, (self.trains, self.lse) = asked, WAYS[way]
         *self.given, self.grad, self.grad_lse = asked.tensors()
-        self.qkv = [x.to(NAME).requires_grad_(self.trains) for x in self.given]
-        self.more = {"pattern": moved(asked.pattern), "return_lse": self.lse}
-        self.more |= {name: moved(x) for name, x in asked.more.items()}
+        self.qkv: list[Any] = [x.to(NAME).requires_grad_(self.trains) for x in self.given]
+        self.more: dict[str, Any] = {name: moved(x) for name, x in asked.more.items()}
+        self.more |= {"pattern": moved(asked.pattern), "return_lse": self.lse}
 
     def wrong(self, **how: Any) -> list[str]:
         """The results that are not right."""
-        found = attend(*self.qkv, **self.more, **how)
+        q, k, v = self.qkv
+        found: Any = attend(q, k, v, **self.more, **how)
         results = dict(zip(("out", "lse"), found if self.lse else (found,)))
-        given = {}
+        more: dict[str, Any] = dict(self.asked.more)
         if self.trains:
             weights = [x.to(NAME) for x in (self.grad, self.grad_lse)[: len(results)]]
             results |= zip(("dq", "dk", "dv"), torch.autograd.grad(tuple(results.values()), self.qkv, weights))
-            given = {"grad": self.grad, "grad_lse": self.grad_lse if self.lse else None}
-        expected = oracle(*self.given, self.asked.pattern, **self.asked.more, **given)
+            more |= {"grad": self.grad, "grad_lse": self.grad_lse if self.lse else None}
+        q, k, v = self.given
+        expected = oracle(q, k, v, self.asked.pattern, **more)
         errors = {name: _error(x.detach().cpu().double(), expected[name].value) for name, x in results.items()}
         return [f"{name} is off by {off:.2e}" for name, off in errors.items() if not off <= expected[name].tolerance]
 
@@ -148,11 +151,12 @@ class Call:
         return found
 
     def decided(self) -> dict[str, Any]:
-        wrong, why = self.wrong(), explain(*self.qkv, **self.more)
+        q, k, v = self.qkv
+        wrong, why = self.wrong(), explain(q, k, v, **self.more)
         return {"wrong": wrong, "choice": why.choice, "source": why.source, "text": str(why)}
 
 
-class Seen(TorchDispatchMode):
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Under it a call is an operator of a graph."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,15 +172,12 @@ def main(path: str, task: str, *arguments: str) -> object:
     here = register(path)
     if task == "forced":
         found = {f"{name}{way}": Call(each, way).forced() for name, each in CALLS.items() for way in WAYS}
-        with Seen():
+        with Seen():  # type: ignore[no-untyped-call]
             return found | {"operator": {"": Call(CALLS["causal"], ", training").wrong()}}
-    if task == "decided":
-        decided = {f"{name}{way}": Call(CALLS[name], way).decided() for name, way in MEASURED}
-        return {"calls": decided, "waits": here.waits()}
     if task == "conformance":
-        conformance(arguments[0], problems(NAME))
-        return None
-    return cli(arguments)
+        return bool(conformance(arguments[0], problems(NAME)))
+    decided = {f"{name}{way}": Call(CALLS[name], way).decided() for name, way in MEASURED}
+    return {"calls": decided, "waits": here.waits(), "exit": cli(arguments)}
 
 
 if __name__ == "__main__":

@@ -205,7 +205,8 @@ class Branched(Backend):
         """The rows as one (see `contract.Backend`)."""
         rows, row = problem.batch, _as_row(problem)
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
-        out, lse = branches.run(q, k, v, row, _prepared(self, row)[1], _packed(row, self, lengths * rows), tensors)
+        plan, kernel = _prepared(self, row)[1], _packed(row, self, lengths * rows)
+        out, lse = branches.run(q, k, v, row, plan, kernel, tensors)
         return torch.unflatten(out[0], 0, (rows, -1)), torch.unflatten(lse[0], 1, (rows, -1)).transpose(0, 1)
 
     def specialized(
@@ -227,7 +228,8 @@ class Branched(Backend):
         def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Result:
             if by_operator is not None and not is_result_known():
                 return by_operator(q, k, v, problem)
-            return differentiable(q, k, v, passes) if trains else passes.forward(q, k, v)
+            out, lse = differentiable(q, k, v, passes) if trains else passes.forward(q, k, v)
+            return (out, lse) if kernel.gives_lse else out
 
         return run
 

@@ -47,7 +47,7 @@ from attn_dispatch.spec.problem import Problem
 
 #: From capability 8.0 on there are bfloat16 products and asynchronous copies.
 LIMITS = Limits(
-    "cuda", dict.fromkeys((*HALF, torch.float32), (8, 0)), head_dim=HEAD_DIM_LIMIT, grad_lse=True, masks=True, rocm=True
+    "cuda", dict.fromkeys((*HALF, torch.float32), (8, 0)), head_dim=HEAD_DIM_LIMIT, grad_lse=True, masks=True
 )
 #: Without bfloat16: the interpreter uses numpy, which lacks it.
 INTERPRETED = LIMITS._replace(device="cpu", dtypes=dict.fromkeys((torch.float16, torch.float32), ANY))
