@@ -54,13 +54,13 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 LINES = {
     "api": 925,
     "backends": 2045,
-    "base": 440,
+    "base": 450,
     "calls": 1095,
     "cli": 3020,
     "compat": 510,
     "decisions": 2300,
     "entry": 115,
-    "integrations": 1410,
+    "integrations": 1412,
     "kernels": 10600,  # with parts that two backends share
     "learning": 970,
     "machine": 1020,
@@ -72,7 +72,7 @@ LINES = {
     "testing": 910,
     "tuning": 3780,
 }
-BESIDE = {"tests": 36_800, "tools": 6600}  #: the same for the folders beside the package
+BESIDE = {"tests": 36_840, "tools": 6600}  #: the same for the folders beside the package
 PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
