@@ -15,17 +15,8 @@ from torch import Tensor
 
 from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
 from attn_dispatch.kernels.contract import Refusal
-from attn_dispatch.kernels.dense import (
-    DenseCall,
-    Kernel,
-    aten,
-    binding,
-    heads_first,
-    lacking,
-    tokens_first,
-    vector_aligned,
-)
-from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
+from attn_dispatch.kernels.dense import DenseCall, Kernel, aten, binding, heads_first, tokens_first, vector_aligned
+from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits, lacking
 from attn_dispatch.spec.problem import Problem
 
 OLDEST = 90000  #: cuDNN version as major * 10000 + minor * 100 + patch

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from attn_dispatch.kernels.autograd import gradients, once_differentiable
 from attn_dispatch.kernels.contract import Result
-from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits
+from attn_dispatch.kernels.limits import ANY, HALF, LARGEST_GRID, Gap, Limits, lacking
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.private import of_torch
 from attn_dispatch.spec.problem import Problem
@@ -28,11 +28,6 @@ aten = torch.ops.aten
 def binding(name: str) -> Any:
     """torch's binding of an op, which saves 2 to 3 us a call over the same op reached through `torch.ops`."""
     return of_torch(f"torch:{name}", None) or of_torch(f"torch:ops.aten.{name}")
-
-
-def lacking(name: str) -> str:
-    """The op's name where this PyTorch does not have it."""
-    return "" if of_torch(f"torch:ops.aten.{name}", None) else name
 
 
 _cpu_flash = binding("_scaled_dot_product_flash_attention_for_cpu")

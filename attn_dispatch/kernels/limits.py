@@ -10,6 +10,7 @@ import torch
 
 from attn_dispatch.kernels.contract import Refusal, refuse_device, refuse_dropout, refuse_dtype, refuse_ranks
 from attn_dispatch.machine.devices import KNOWN
+from attn_dispatch.private import of_torch
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import current_flash
 
@@ -18,6 +19,11 @@ Capability = tuple[int, int]
 ANY: Capability = (0, 0)  #: any device, or devices without a compute capability
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_GRID = 65535  #: CUDA blocks along the second and third axis of a grid
+
+
+def lacking(name: str) -> str:
+    """The name of one of PyTorch's ops where this PyTorch does not have it."""
+    return "" if of_torch(f"torch:ops.aten.{name}", None) else name
 
 
 class Gap(NamedTuple):

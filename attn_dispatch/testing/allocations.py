@@ -13,18 +13,13 @@ from typing import TypeVar
 from attn_dispatch.private import of_torch
 
 T = TypeVar("T")
-_PROFILER = (
-    "torch.autograd.profiler_legacy:profile",
-    "torch.autograd:_enable_profiler_legacy",
-    "torch.autograd:_disable_profiler_legacy",
-)
 
 
 def allocated_peak(call: Callable[[], T]) -> tuple[T, int]:
     """Run `call` once; its result, and the peak of torch's allocations on this thread, in bytes."""
     # The legacy profiler, since the newer one prints to stderr as it starts (seen with torch 2.13).
-    profile, start, stop = map(of_torch, _PROFILER)
-    start(profile(profile_memory=True).config())
+    start, stop = (of_torch(f"torch.autograd:_{name}able_profiler_legacy") for name in ("en", "dis"))
+    start(of_torch("torch.autograd.profiler_legacy:profile")(profile_memory=True).config())
     try:
         result = call()
     finally:
