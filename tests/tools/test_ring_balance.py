@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of
@@ -15,7 +16,7 @@ EVEN = 1.05  #: pairs of the rank with the most / the mean
 def pairs(name: str, tokens: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found, pattern = [], ring.masks(tokens)[name]
     for rank in range(RANKS):
-        monkeypatch.setattr(ring.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         found.append(ring._pairs(pattern, Layout(deal(tokens, RANKS), kind)))
     return found
 
