@@ -169,8 +169,8 @@ class _Place(Tensor):
 
 
 def _name(function: Any) -> str:
-    name = getattr(getattr(function, "__self__", None), "__name__", None) or function.__name__  # of a property: its own
-    return str(name).strip("_").removeprefix("bitwise_").removeprefix("logical_")
+    name: str = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__  # of a property
+    return name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
 
 
 def _check_elementwise(function: Any, given: list[Any], args: Any) -> None:
