@@ -62,7 +62,15 @@ def workspace_bytes(problem: Problem) -> int:
     # k and v are converted to the wide dtype and copied to each query head; gradients are summed in it.
     kv = 2 * problem.batch * problem.k_len * heads * problem.head_dim * wide * (2 if problem.needs_grad else 1)
     sums = 3 * problem.batch * problem.k_len * problem.heads * problem.head_dim * wide if problem.needs_grad else 0
-    return scores + 2 * kv + sums + copied_bytes(problem) + 4 * problem.batch * problem.q_len * problem.heads * wide
+    queries = (5 if problem.needs_grad else 2) * problem.batch * rows * heads * problem.head_dim * wide
+    return (
+        scores
+        + queries
+        + 2 * kv
+        + sums
+        + copied_bytes(problem)
+        + 4 * problem.batch * problem.q_len * problem.heads * wide
+    )
 
 
 def traceable(problem: Problem) -> bool:

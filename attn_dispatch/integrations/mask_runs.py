@@ -169,8 +169,8 @@ class _Place(Tensor):
 
 
 def _name(function: Any) -> str:
-    name = getattr(getattr(function, "__self__", None), "__name__", None) or function.__name__  # of a property: its own
-    return str(name).strip("_").removeprefix("bitwise_").removeprefix("logical_")
+    name: str = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__  # of a property
+    return name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
 
 
 def _check_elementwise(function: Any, given: list[Any], args: Any) -> None:
@@ -250,7 +250,7 @@ class _Condition(_Met):
 
 
 def _condition(x: Any) -> _Condition:
-    """Of what is a bool for each query, each key, each row, or for all of them."""
+    """A bool for each query, each key or each row, or for all of them, as a condition."""
     if isinstance(x, _Condition):
         return x
     x = x if isinstance(x, Tensor) else torch.tensor(x)
@@ -300,7 +300,7 @@ MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "n
 
 
 def _compared(name: str, one: Any, other: Any) -> _Condition:
-    """Of a query and a key. Raises _UnknownError."""
+    """The condition that compares a query with a key. Raises _UnknownError."""
     if name not in MIRRORED or isinstance(one, _Met) or isinstance(other, _Met):
         raise _UnknownError(f"{name} of queries and keys")
     if other.of_queries:
@@ -325,7 +325,7 @@ def _compared(name: str, one: Any, other: Any) -> _Condition:
 
 
 def _ordered(name: str, queries: Tensor, keys: Tensor) -> Tensor:
-    """Of ascending keys."""
+    """The edges of keys, which ascend, before or after a query's."""
     rows = max(len(queries), len(keys))
     keys, queries = keys.expand(rows, -1).contiguous(), queries.expand(rows, -1).contiguous()
     at = torch.searchsorted(keys, queries, right=name in ("ge", "lt"))
@@ -359,7 +359,7 @@ def _few(number: int | Tensor) -> int:
 
 
 def _of_keys(seen: Tensor, near: Near) -> Tensor:
-    """Of bool [rows, keys], the same for all queries."""
+    """The edges of bool [rows, keys], the same for all queries."""
     edges = _packed(seen, max(1, int((pad(seen, (1, 1)).diff(dim=1)).sum(1).max())))
     if near is None:
         return edges[:, None, : _few(edges.shape[1])]

@@ -96,8 +96,8 @@ def all_series(decisions: Iterable[Decision]) -> list[SpeedupSeries]:
 
 
 def density_series(decisions: Iterable[Decision]) -> list[SpeedupSeries]:
-    """For each problem with a mask made of data, but for its `OF_DATA`: the time of the fastest backend that computes all
-    pairs / that of the fastest that skips, by `PER_DENSITY / density`. Sorted by silicon and problem.
+    """For each problem with a mask made of data, whatever its `OF_DATA`: the time of the fastest backend that computes
+    all pairs / that of the fastest that skips, by `PER_DENSITY / density`. Sorted by silicon and problem.
     """
     found: defaultdict[tuple[str, str], list[tuple[Decision, Speedup]]] = defaultdict(list)
     for decision in decisions:

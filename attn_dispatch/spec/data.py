@@ -271,7 +271,8 @@ class Ranges(DataPattern):
     def _seen_shares(self, k_len: int) -> Tensor:
         first, last = self.data.long()
         keys = (last.clamp(max=k_len - 1) - first.clamp(min=0) + 1).clamp(min=0)
-        return keys.sum(1) / max(1, k_len)
+        shares: Tensor = keys.sum(1) / max(1, k_len)
+        return shares
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         first, last = self.data[..., q_pos, None]

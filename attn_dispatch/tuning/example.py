@@ -201,7 +201,8 @@ def _row_shares(form: Form, rows: int) -> Tensor:
     share, most = 2 ** ((form.density or 0) / 2), 2 ** (form.imbalance or 0)
     high = min(1.0, most * share)
     low = (most * share - high) / max(1, most - 1)
-    return low + (high - low) * ((torch.arange(rows) + 0.5) / rows) ** (most - 1)
+    shares: Tensor = low + (high - low) * ((torch.arange(rows) + 0.5) / rows) ** (most - 1)
+    return shares
 
 
 def _intervals(form: RangesForm, problem: Problem, generator: torch.Generator) -> Tensor:

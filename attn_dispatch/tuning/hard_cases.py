@@ -103,6 +103,7 @@ def _small(problem: Problem, batch: int, q_len: int, k_len: int | None = None) -
         pattern = replace(pattern, by_row=pattern.by_row and batch > 1)
     if isinstance(pattern, BlocksForm):
         q_len, k_len = _several_blocks(pattern.size, q_len, k_len)
+        k_len = max(q_len, k_len) if _places_queries(pattern) else k_len
     if (grid := getattr(_inner(pattern), "grid", None)) is not None:
         q_len, k_len = (math.prod(grid) if q_len == k_len else q_len), math.prod(grid)
     heads, kv_heads = _few_heads(problem)

@@ -60,7 +60,7 @@ LINES = {
     "compat": 510,
     "decisions": 2300,
     "entry": 115,
-    "integrations": 1720,  # masks read without all pairs of queries and keys took 300
+    "integrations": 1765,  # masks that are read without asking about all pairs took 350
     "kernels": 10600,  # with parts that two backends share
     "learning": 980,
     "machine": 1020,
@@ -72,8 +72,8 @@ LINES = {
     "testing": 910,
     "tuning": 3790,
 }
-BESIDE = {"tests": 37_150, "tools": 6720}  #: the same for the folders beside the package
-PACKAGE = 39_100  #: lines of all rooms together; masks made of data took 2,500
+BESIDE = {"tests": 37_250, "tools": 6750}  #: the same for the folders beside the package
+PACKAGE = 39_150  #: lines of all rooms together; masks made of data took 2,500
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -1,4 +1,4 @@
-"""The density and imbalance of masks made of data: in forms, keys and texts; the data themselves are in none of them."""
+"""The density and imbalance of masks made of data: in forms, keys and texts; the data themselves are in none."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch
 from attn_dispatch import Dense
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import adapted
+from attn_dispatch.spec.data import BlocksForm
 from attn_dispatch.tuning.candidates import Request
 from tools.bench import choices as bench
 from tools.lib import choices
@@ -27,7 +28,7 @@ SECOND = [
 
 
 def test_a_hundred_problems_each_once() -> None:
-    problems = [one.problem() for one in planned()]
+    problems = [one.problem() for one in planned()["models"]]
     assert len(problems) == len(set(problems)) == 100
     assert len({one.model for one in MODELS}) == len(MODELS)
     kinds = Counter((each.dtype, each.needs_grad) for each in problems)
@@ -36,6 +37,26 @@ def test_a_hundred_problems_each_once() -> None:
     assert any(each.has_key_mask for each in problems)
     assert any(each.heads > each.kv_heads for each in problems)
     assert any(each.q_len == 1 < each.k_len for each in problems)
+
+
+def test_fifty_problems_with_masks_made_of_data() -> None:
+    problems = [one.problem() for one in planned()["blocks"]]
+    assert len(problems) == len(set(problems)) == 50
+    forms: list[Any] = [each.pattern for each in problems]
+    assert {form.density for form in forms} == {0, -3, -7, -10, -13}  # 100 to 1 %
+    assert {getattr(form, "size", None) for form in forms} == {None, *((n, n) for n in (32, 64, 128, 256))}
+    assert {form.imbalance for form in forms} == {0, 1, 2}
+    kinds = Counter((each.dtype, each.needs_grad) for each in problems)
+    assert set(kinds.values()) == {12, 13}
+
+
+def test_a_call_of_a_form_gets_its_tensors(set_mode: Any) -> None:
+    set_mode("off")
+    form = BlocksForm((8, 8), "all", False, True, Dense(), -4, 0)
+    one = Planned(Attention("made up", (1, 64, 2, 8), form), torch.float32, True)
+    found = choices.first_call(one)
+    assert found["title"] == str(one.problem())
+    assert choices.judgement(one, ["native@natural"], seconds=0.01)["times"].keys() >= {"native@natural"}
 
 
 def test_a_single_backend_loses_where_it_does_not_run() -> None:

@@ -19,6 +19,7 @@ from attn_dispatch.spec.data import BlocksForm, RangesForm
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing import conformance
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.candidates import Candidate, Request
 from attn_dispatch.tuning.gate import Gate, case_of
@@ -135,3 +136,16 @@ def test_what_is_right_passes(form: Pattern) -> None:
     for case in map(case_of, class_key(asked(form))):
         for backend in map(registry.load, ("manual", "native", "sdpa_mask")):
             assert case.refused_by(backend) or case.check(case.run(backend)).failures == (), backend.name
+
+
+@pytest.mark.parametrize("within", [Dilated((65, 64), (1, 5)), Dense(is_causal=True)], ids=str)
+def test_long_blocks_of_few_queries_have_cases(within: Pattern) -> None:
+    """Two blocks of queries are more than the keys, and a dilated pattern takes no more queries than keys."""
+    problem = Case("", BlocksForm((256, 16), "all", False, False, within), (1, 23, 2, 8), k_len=68)
+    conformance("manual", [problem.problem(torch.float32, needs_grad=False)])
+
+
+def test_the_last_resort_declares_what_many_queries_of_few_keys_take() -> None:
+    """Copies of queries in the dtype of sums are more than the scores."""
+    problem = Case("", Window(None, 15), (3, 20, 1, 11), k_len=2, key_mask=True)
+    conformance("manual", [problem.problem(torch.float16, needs_grad=True)])

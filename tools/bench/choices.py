@@ -9,10 +9,11 @@ Run it on a machine that does nothing else.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attn_dispatch.kernels.registry import LAST_RESORT
@@ -95,20 +96,22 @@ def chosen(choice: Mapping[str, Any]) -> str:
     return f"{choice['backend']}@{choice['order']}"
 
 
-def runs_of(which: Sequence[int], wait_s: float) -> dict[str, list[dict[str, Any]]]:
-    """What first calls chose: idle; beside a busy loop for each core; and in the next, idle process after that.
+def runs_of(family: str, which: Sequence[int], wait_s: float, loops: int) -> dict[str, list[dict[str, Any]]]:
+    """What first calls chose: idle; beside busy loops, if any; and in the next, idle process after that.
 
     Waits up to `wait_s` seconds for other programs to leave the cores.
     """
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         choices.wait_until_calm(wait_s)
-        found[IDLE] = choices.tuned(folder, which)
+        found[IDLE] = choices.tuned(folder, family, which)
+    if not loops:
+        return found
     with tempfile.TemporaryDirectory() as folder:
-        with choices.busy_loops(choices.cores()):
-            found[LOADED] = choices.tuned(folder, which)
+        with choices.busy_loops(loops):
+            found[LOADED] = choices.tuned(folder, family, which)
         choices.wait_until_calm(wait_s)
-        found[f"{LOADED}, then {IDLE}"] = choices.tuned(folder, which)
+        found[f"{LOADED}, then {IDLE}"] = choices.tuned(folder, family, which)
     return found
 
 
@@ -152,20 +155,35 @@ def _counts(one: Any) -> list[str]:
 
 
 def main() -> None:
-    arguments = parser(__doc__, "choices.json")
-    arguments.add_argument("--quick", action="store_true", help=f"one problem in {QUICK_EVERY}, judged in one process")
-    given = arguments.parse_args()
-    every = planned()
+    measure(parser(__doc__, "choices.json"), "models", SECONDS, tables, choices.cores())
+
+
+def measure(
+    options: argparse.ArgumentParser,
+    family: str,
+    seconds: float,
+    show: Callable[[Any], Iterator[Table]],
+    loops: int = 0,
+) -> None:
+    """Tune and judge the problems of a family, and write what was found.
+
+    Args:
+        seconds: of rounds for a problem.
+        show: the tables of what was found.
+        loops: busy loops beside which they are tuned too.
+    """
+    options.add_argument("--quick", action="store_true", help=f"one problem in {QUICK_EVERY}, judged in one process")
+    given, every = options.parse_args(), planned()[family]
     which = list(range(0, len(every), QUICK_EVERY if given.quick else 1))
     wait_s = 0.0 if given.quick else 60.0
-    runs = runs_of(which, wait_s)
+    runs = runs_of(family, which, wait_s, loops)
     names = {
         number: {"@".join(found[index]["choice"]) for found in runs.values()} for index, number in enumerate(which)
     }
     judges = []
     for _ in range(1 if given.quick else JUDGES):
         choices.wait_until_calm(wait_s)
-        judges.append(choices.judged(names, QUICK_SECONDS if given.quick else SECONDS))
+        judges.append(choices.judged(family, names, QUICK_SECONDS if given.quick else seconds))
     problems = [
         {
             "model": every[number].of.model,
@@ -177,8 +195,8 @@ def main() -> None:
         }
         for index, number in enumerate(which)
     ]
-    found = {"quick": given.quick, "loops": choices.cores(), **figures(problems), "problems": problems}
-    write(given.output, found, tables)
+    found = {"quick": given.quick, "loops": loops, **figures(problems), "problems": problems}
+    write(given.output, found, show)
 
 
 def _choice(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""A sequence over many ranks, processes of this machine connected by gloo: memory and time.
+"""A sequence over many ranks, processes of this machine connected by gloo: memory, time, and how even their work is.
 
-    python -m tools.bench.ring [memory speed exchanges] [--rounds N] [--shrink N]
+    python -m tools.bench.ring [memory speed exchanges balance] [--rounds N] [--shrink N]
 
 --shrink: sequences so many times shorter, for a quick look, which is not written over the results.
 """
@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch import Sharded, attend, explain
-from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
+from attn_dispatch import Blocks, Ranges, Sharded, attend, explain
+from attn_dispatch.ring.rows.data import Held
+from attn_dispatch.ring.rows.layout import KINDS, ZIGZAG, Layout, deal
+from attn_dispatch.ring.rows.traffic import positions_of
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.tuning.intervals import Timing
@@ -37,6 +39,7 @@ MEMORY: tuple[tuple[Pattern, int, tuple[int, int]], ...] = (
     (WIDE, HEADS, (65_536, 32_768)),
 )
 SPEED_TOKENS, SPEED_HEADS = 32_768, 4
+BALANCED_TOKENS = 16_384
 EXCHANGED, EXCHANGED_TOKENS = (RING, GATHER, ULYSSES), (512, 4096)
 
 
@@ -161,12 +164,47 @@ def _exchanges(tokens: int, rounds: int, backward: bool) -> list[list[float]]:
     return found
 
 
+# --- masks made of data -----------------------------------------------------------------------------------------------
+
+
+def balance(shrink: int = 1) -> list[dict[str, Any]]:
+    """The query-key pairs that each of four ranks computes, by the intervals of keys that the ring works from."""
+    tokens = BALANCED_TOKENS // shrink
+    found = []
+    for (name, pattern), kind in product(masks(tokens).items(), KINDS):
+        pairs = together(_pairs, 4, pattern, Layout(deal(tokens, 4), kind))
+        longest = max(pairs) * len(pairs) / sum(pairs)
+        found.append({"pattern": name, "tokens": tokens, "shards": kind, "pairs": pairs, "longest_over_mean": longest})
+    return found
+
+
+def masks(tokens: int) -> dict[str, Blocks | Ranges]:
+    """Tables of blocks of 64 tokens, and spans."""
+    block, token = torch.arange(tokens // 64), torch.arange(tokens)
+    before = block[:, None] - block
+    drawn = torch.rand(before.shape, generator=torch.Generator().manual_seed(0)) < 0.1
+    seen = {
+        "10 % of blocks": drawn,
+        "10 % of blocks, causal": (drawn | (before == 0)) & (before >= 0),
+        "near blocks": before.abs() <= 12,
+        "a dense twelfth of the queries": drawn | (block[:, None] < len(block) // 12),
+    }
+    spans = Ranges.spans((token // 256).where(token // 256 % 2 == 0, -1)[None])
+    return {name: Blocks(table[None, None], 64) for name, table in seen.items()} | {"spans, causal": spans}
+
+
+def _pairs(pattern: Blocks | Ranges, layout: Layout) -> int:
+    first, last = Held.of(pattern, 1, 1).intervals(positions_of(layout, dist.get_rank()), layout.tokens, ())
+    return int((last - first + 1).clamp(min=0).sum())
+
+
 # --- all --------------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {  # by rounds and shrink
     "memory": lambda rounds, shrink: memory(shrink),
     "speed": speed,
     "exchanges": exchanges,
+    "balance": lambda rounds, shrink: balance(shrink),
 }
 
 
@@ -202,6 +240,16 @@ def tables(found: Any) -> Iterator[Table]:
             (f"dense causal, {HEADS} heads", *(f"`{name}`" for name in EXCHANGED), "`ulysses` / `ring`"),
             rows,
             "Exchanges between two ranks, zigzag, in turns, float32.",
+        )
+    if even := found.get("balance"):
+        rows = [
+            (name, *(f"{one['longest_over_mean']:.2f}" for one in even if one["pattern"] == name))
+            for name in dict.fromkeys(one["pattern"] for one in even)
+        ]
+        yield Table(
+            ("mask made of data", *(f"`{kind}`" for kind in KINDS)),
+            rows,
+            f"Query-key pairs of the rank with the most / the mean of 4 ranks, {even[0]['tokens']:,} tokens.",
         )
 
 

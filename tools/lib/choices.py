@@ -1,8 +1,8 @@
-"""The problems of `models`, tuned by first calls in a process of its own, next to busy loops; and the times of every
-candidate.
+"""The problems of a family of `models`, tuned by first calls in a process of its own, next to busy loops; and the times
+of every candidate.
 
-    python -m tools.lib.choices NUMBER ...
-    python -m tools.lib.choices --judge '{"names": {NUMBER: ["native@natural", ...], ...}, "seconds": 3}'
+    python -m tools.lib.choices FAMILY NUMBER ...
+    python -m tools.lib.choices FAMILY --judge '{"names": {NUMBER: ["native@natural", ...], ...}, "seconds": 3}'
 
 Prints one line of JSON: what each problem's first call took and chose, or the times of all that can run it.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 from attn_dispatch import attend, explain
 from attn_dispatch.machine import load
+from attn_dispatch.spec.data import Form
 from attn_dispatch.tuning.candidates import Candidate, Request, first_call_ms
 from attn_dispatch.tuning.example import Example
 from attn_dispatch.tuning.oracle import Oracle
@@ -51,18 +52,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def tuned(folder: str, which: Sequence[int], **variables: str) -> list[dict[str, Any]]:
+def tuned(folder: str, family: str, which: Sequence[int], **variables: str) -> list[dict[str, Any]]:
     """What the first calls of these problems took and chose, in a new process with this cache folder."""
-    command = [sys.executable, "-m", "tools.lib.choices", *map(str, which)]
+    command = [sys.executable, "-m", "tools.lib.choices", family, *map(str, which)]
     surroundings = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": folder, "ATTN_DISPATCH_TRIAL_SECONDS": "inf", **variables}
     found: list[dict[str, Any]] = _last_line(command, surroundings)
     return found
 
 
-def judged(names: Mapping[int, Collection[str]], seconds: float) -> dict[str, dict[str, Any]]:
+def judged(family: str, names: Mapping[int, Collection[str]], seconds: float) -> dict[str, dict[str, Any]]:
     """`judgement` of each of these problems, by number, in a new process."""
     given = {"names": {number: sorted(each) for number, each in names.items()}, "seconds": seconds}
-    command = [sys.executable, "-m", "tools.lib.choices", "--judge", json.dumps(given)]
+    command = [sys.executable, "-m", "tools.lib.choices", family, "--judge", json.dumps(given)]
     found: dict[str, dict[str, Any]] = _last_line(command, dict(os.environ))
     return found
 
@@ -81,11 +82,10 @@ def wait_until_calm(most_s: float = 60.0) -> None:
 
 def first_call(one: Planned) -> dict[str, Any]:
     """CPU and wall seconds of the first call, and of a later one; the choice."""
-    example = one.example()
-    first = _timed(one, example)
-    later = min((_timed(one, example) for _ in range(3)), key=lambda each: each["cpu_s"])
-    masks: dict[str, Any] = dict(example.masks)
-    found = explain(example.q, example.k, example.v, one.of.pattern, **masks)
+    call = arguments(one.example())
+    first = _timed(one, *call)
+    later = min((_timed(one, *call) for _ in range(3)), key=lambda each: each["cpu_s"])
+    found = explain(*call[0], **call[1])
     return {
         "title": found.problem,
         "first": first,
@@ -96,10 +96,17 @@ def first_call(one: Planned) -> dict[str, Any]:
     }
 
 
-def _timed(one: Planned, example: Example) -> dict[str, float]:
-    masks: dict[str, Any] = dict(example.masks)
+def arguments(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of attend(): a pattern holds its tensors."""
+    masks, pattern = dict[str, Any](example.masks), example.problem.pattern
+    if isinstance(pattern, Form):
+        return (example.q, example.k, example.v, pattern.bound(masks.pop("pattern_data"))), masks
+    return (example.q, example.k, example.v, pattern), masks
+
+
+def _timed(one: Planned, given: tuple[Any, ...], masks: dict[str, Any]) -> dict[str, float]:
     cpu, wall = time.process_time(), time.perf_counter()
-    out = attend(example.q, example.k, example.v, one.of.pattern, **masks)
+    out = attend(*given, **masks)
     if one.backward:
         out.sum().backward()
     return {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
@@ -163,10 +170,10 @@ def checked(example: Example, able: Mapping[str, Candidate]) -> tuple[dict[str, 
 
 
 if __name__ == "__main__":
-    every = planned()
-    if sys.argv[1] == "--judge":
-        given = json.loads(sys.argv[2])
+    every = planned()[sys.argv[1]]
+    if sys.argv[2] == "--judge":
+        given = json.loads(sys.argv[3])
         names: dict[str, list[str]] = given["names"]
         print(json.dumps({n: judgement(every[int(n)], each, given["seconds"]) for n, each in names.items()}))
     else:
-        print(json.dumps([first_call(every[int(number)]) for number in sys.argv[1:]]))
+        print(json.dumps([first_call(every[int(number)]) for number in sys.argv[2:]]))

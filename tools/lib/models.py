@@ -1,4 +1,5 @@
-"""100 attention problems of published models: their heads, head_dim and patterns, with short to medium lengths.
+"""100 attention problems of published models: their heads, head_dim and patterns, with short to medium lengths; and 50
+of masks made of data.
 
 Lengths and batches are chosen so that a call takes milliseconds on two cores; where a window or grid is smaller than
 the model's own, the row says so.
@@ -7,10 +8,12 @@ the model's own, the row says so.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Literal, NamedTuple
 
 import torch
 
+from attn_dispatch.spec.data import BlocksForm, Form, RangesForm
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example, make
@@ -71,6 +74,24 @@ MODELS = (
 )
 
 
+DENSITIES = (0, -3, -7, -10, -13)  #: half octaves: of all pairs to 1 in 90
+BLOCKS = {32: 1024, 64: 1024, 128: 2048, 256: 2048}  #: tokens by the size of blocks; 0 stands for intervals
+
+
+def of_data() -> tuple[Attention, ...]:
+    """Blocks of each size, and intervals, at each density, of all kinds of tables."""
+    found = []
+    for number, (size, density) in enumerate(product((*BLOCKS, 0), DENSITIES)):
+        uneven, within = min(number % 3, -density // 2), CAUSAL if number % 2 else Dense()
+        scope = ("all", "heads", "kv_heads")[number % 3]
+        form: Form = RangesForm(1, False, density, uneven)
+        if size:
+            form = BlocksForm((size, size), scope, False, number % 4 == 0, within, density, uneven)
+        shape = (1, BLOCKS.get(size, 1024), 4, 64)
+        found.append(Attention(str(form), shape, form, kv_heads=2))
+    return tuple(found)
+
+
 class Planned(NamedTuple):
     """A problem to tune."""
 
@@ -85,7 +106,9 @@ class Planned(NamedTuple):
             torch.empty(each, dtype=self.dtype, device="meta", requires_grad=self.backward)
             for each in (shape, kv_shape)
         )
-        found = Problem.of(q, kv, kv, pattern, device="cpu")
+        form = pattern if isinstance(pattern, Form) else None
+        found = Problem.of(q, kv, kv, None if form else pattern, device="cpu")
+        found = found if form is None else replace(found, pattern=form, given=form)
         return replace(found, has_seq_lens=mask == "seq_lens", has_key_mask=mask == "key_mask")
 
     def example(self, seed: int = 0) -> Example:
@@ -93,11 +116,17 @@ class Planned(NamedTuple):
         return make(self.problem(), seed)
 
 
-def planned() -> list[Planned]:
-    """Every model's attention in float32 and bfloat16; forward, and with the backward pass where it is trained."""
-    return [
+def planned() -> dict[str, list[Planned]]:
+    """By family. Models: each one's attention in float32 and bfloat16; forward, and with the backward pass where it is
+    trained. Blocks: each mask in both dtypes, of which one is trained.
+    """
+    dtypes = (torch.float32, torch.bfloat16)
+    models = [
         Planned(one, dtype, backward)
         for one in MODELS
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in dtypes
         for backward in ((False, True) if one.is_trained else (False,))
     ]
+    every = enumerate(of_data())
+    blocks = [Planned(one, dtype, n % 2 == at) for n, one in every for at, dtype in enumerate(dtypes)]
+    return {"models": models, "blocks": blocks}
