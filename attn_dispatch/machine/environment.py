@@ -66,7 +66,8 @@ def _own_files(own: str) -> Iterator[object]:
     An editable installation changes it in place, and a copy may keep its times.
     """
     yield from sorted(os.listdir(os.path.join(own, "backends")))
-    for folder, ends in (("triton", (".py",)), ("native", (".cpp", "variants.py")), ("native/attention", (".h",))):
+    native = [("native", (".cpp", "variants.py")), ("native/attention", (".h",)), ("native/attention/arm", (".h",))]
+    for folder, ends in (("triton", (".py",)), *native):
         path = os.path.join(own, "kernels", folder)
         for name in sorted(os.listdir(path)):
             if name.endswith(ends):

@@ -61,7 +61,7 @@ LINES = {
     "decisions": 2300,
     "entry": 115,
     "integrations": 1410,
-    "kernels": 10600,  # with parts that two backends share
+    "kernels": 10720,  # with parts that two backends share; aarch64 took 120
     "learning": 970,
     "machine": 1020,
     "nn": 1585,
@@ -72,8 +72,8 @@ LINES = {
     "testing": 910,
     "tuning": 3780,
 }
-BESIDE = {"tests": 36_800, "tools": 6600}  #: the same for the folders beside the package
-PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
+BESIDE = {"tests": 36_920, "tools": 6710}  #: the same for the folders beside the package
+PACKAGE = 38_900  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
