@@ -1,10 +1,12 @@
-"""Builds the wheel: with the native kernel compiled, for Linux on x86-64, where a C++ compiler is found; else pure.
+"""Builds the wheel: with the native kernel compiled where a C++ compiler is found for one of `SYSTEMS`; else pure.
 
-Everything else is in pyproject.toml. A plain `linux_x86_64` tag: the libraries need glibc 2.27.
+Everything else is in pyproject.toml. A plain tag such as `linux_x86_64`: the libraries need glibc 2.27. For another
+processor than this one: _PYTHON_HOST_PLATFORM=linux-aarch64 CXX=aarch64-linux-gnu-g++.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+SYSTEMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64", "darwin-arm64": "aarch64"}  #: and their processors
+SYSTEM = os.environ.get("_PYTHON_HOST_PLATFORM", f"{sys.platform}-{platform.machine()}")
 PACKAGE = Path(__file__).parent / "attn_dispatch"
 WITHOUT = "attn-dispatch is built without the compiled kernel of its backend `native`, which then needs a C++ compiler"
 
@@ -35,8 +39,8 @@ def module(path: str) -> ModuleType:
 def command() -> tuple[str, ...] | None:
     """The command line of the C++ compiler, or None, with a message, where nothing is compiled."""
     try:
-        if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-            raise ImportError("it is compiled for Linux on x86-64 alone")
+        if SYSTEM not in SYSTEMS:
+            raise ImportError(f"it is compiled for {', '.join(SYSTEMS)}, not for {SYSTEM}")
         found: tuple[str, ...] = module("machine/compiler.py").compiler()
     except ImportError as error:
         print(f"{WITHOUT}: {error}", file=sys.stderr)
@@ -47,7 +51,7 @@ def command() -> tuple[str, ...] | None:
 CXX = command()
 
 
-class Linux(Distribution):
+class Compiled(Distribution):
     """A distribution whose wheel is for one platform where the kernel is compiled."""
 
     def has_ext_modules(self) -> bool:
@@ -83,7 +87,7 @@ class Build(build_py):
             library.with_suffix(".o").unlink(missing_ok=True)
 
         with ThreadPoolExecutor() as pool:  # of seconds each
-            list(pool.map(compiled, variants.VARIANTS))
+            list(pool.map(compiled, variants.variants(SYSTEMS[SYSTEM])))
 
 
-setup(distclass=Linux, cmdclass={"bdist_wheel": Wheel, "build_py": Build})
+setup(distclass=Compiled, cmdclass={"bdist_wheel": Wheel, "build_py": Build})

@@ -28,7 +28,7 @@ def examined() -> dict[str, Any]:
     from attn_dispatch.machine.hardware import hardware
 
     found, folder = hardware(), cache_folder()
-    library.check_compiler()
+    library.check()
     leaves = [str(folder)]
     with suppress(RuntimeError):  # no home folder
         leaves.append(str(settings.user_folder() or folder))

@@ -68,7 +68,8 @@ def _own_files(own: str) -> Iterator[object]:
     """
     # Not a folder in `own` where git has made no link of it, as on Windows.
     yield from sorted(os.listdir(importlib.import_module("attn_dispatch.backends").__path__[0]))
-    for folder, ends in (("triton", (".py",)), ("native", (".cpp", "variants.py")), ("native/attention", (".h",))):
+    native = [("native", (".cpp", "variants.py")), ("native/attention", (".h",)), ("native/attention/arm", (".h",))]
+    for folder, ends in (("triton", (".py",)), *native):
         path = os.path.join(own, "kernels", folder)
         for name in sorted(os.listdir(path)):
             if name.endswith(ends):

@@ -7,9 +7,7 @@ candidate still runs at full size, and the expected values are exact. Devices wi
 
 from __future__ import annotations
 
-import ctypes
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +21,7 @@ from attn_dispatch.kernels import formula
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, runner, traces
 from attn_dispatch.kernels.numerics import multiplicity_of, rows_of_bias, sum_dtype
+from attn_dispatch.machine.openmp import openmp
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.tuning.example import Example, exactly, make
@@ -51,19 +50,16 @@ def _threads_for(problem: Problem) -> Iterator[None]:
     cores too. OpenMP has this setting for each thread.
     """
     entries = problem.batch * problem.head_dim * max(problem.q_len * problem.heads, problem.k_len * problem.kv_heads)
-    count = getattr(_openmp, "omp_get_max_threads", None)  # missing in a PyTorch without OpenMP
-    if _openmp is None or count is None or entries > ONE_THREAD:
+    library = openmp()
+    if library is None or entries > ONE_THREAD:
         yield
         return
-    before = count()
-    _openmp.omp_set_num_threads(1)
+    before = library.omp_get_max_threads()
+    library.omp_set_num_threads(1)
     try:
         yield
     finally:
-        _openmp.omp_set_num_threads(before)
-
-
-_openmp = None if sys.platform == "win32" else ctypes.CDLL(None)
+        library.omp_set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)

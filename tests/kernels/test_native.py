@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,47 @@ def test_a_compiler_that_fails(copying_compiler: Path) -> None:
     assert attend(x, x, x, backend="native").sum() == 8
     assert library.load()._name == str(package)
     assert library.in_use().startswith(f"the package's library for {VARIANTS[-1].name}")
+
+
+#: A compiler that makes libraries which cannot be loaded.
+USELESS = """#!/bin/sh
+echo "$*" >> "$0.log"
+for last; do :; done
+echo 'extern "C" void missing(); void calls() { missing(); }' | g++ -shared -fPIC -x c++ - -o "$last"
+"""
+
+
+@pytest.mark.usefixtures("short_trials")
+@pytest.mark.parametrize("made_by", ["compiler", "package"])
+def test_a_library_that_cannot_be_loaded(
+    made_by: str, copying_compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One WARNING says why, and so does doctor, in a process that has run nothing too."""
+    cxx = copying_compiler.parents[1] / "c++"
+    why = "undefined symbol: missing"
+    cxx.write_text(USELESS)
+    if made_by == "package":
+        for variant in VARIANTS:
+            subprocess.run([str(cxx), str(cxx.parent / variant.file)], check=True)
+        why = f"{cxx.parent}/attention-.*{why}"
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    (log := Path(f"{cxx}.log")).unlink(missing_ok=True)
+    restarted()
+    x = torch.ones(1, 2, 1, 4)
+    for _ in range(2):
+        with pytest.raises((BackendFailed, NoBackend), match=why):
+            attend(x, x, x, backend="native")
+    assert attend(x, x, x).sum() == 8
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert all(re.search(why, text) for text in warned)
+    assert len(warned) == len(set(warned)) > 0
+    assert log.exists() == (made_by == "compiler")
+    assert made_by == "package" or log.read_text().count("attention.cpp") == 1
+    restarted()
+    report = machine.examined()
+    (row,) = (each for each in report["backends"] if each["name"] == "native")
+    assert not row["usable"]
+    assert all(re.search(why, text) for text in (row["reason"], report["native"]))
 
 
 # --- torch state around a call ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 from attn_dispatch.backends import native
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library, run
-from attn_dispatch.kernels.native.variants import VARIANTS, build
+from attn_dispatch.kernels.native.variants import VARIANTS, Variant, build, variants
 from attn_dispatch.testing.cases import CASES
 from tests.support.calls import forget_native_library
 from tests.support.cases import gate
@@ -30,6 +30,7 @@ NAMES = {
     *("longnet-ragged-causal", "longnet-head-dim-not-last", "neighborhood-2d-mixed"),
 }
 CHOSEN = [case for case in CASES if case.id in NAMES]
+LARGEST = 2_000_000  #: bytes of a wheel, whose libraries take half of it
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", ("qemu-aarch64", "qemu-aarch64-static")
 
 pytestmark = pytest.mark.full
@@ -57,11 +58,13 @@ def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failures() == []
 
 
-def test_aarch64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", variants("aarch64"), ids=lambda variant: str(variant.name))
+def test_aarch64(variant: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m tools.checks arm` does more."""
     emulator = next(filter(None, map(shutil.which, EMULATOR)), None)
     if shutil.which(CROSS) is None or emulator is None:
         pytest.skip(f"{CROSS} or {EMULATOR[0]} is not installed")
-    program = Program.used(monkeypatch, tmp_path, [CROSS], "-static", "-fopenmp", emulator=emulator)
+    program = Program.used(monkeypatch, tmp_path, [CROSS], *variant.options, "-static", "-fopenmp", emulator=emulator)
     assert failures() == []
     assert program.calls == 2 * len(CHOSEN) * len(run.DTYPES)
 
@@ -107,8 +110,46 @@ def in_wheel(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     forget_native_library()
 
 
+def assert_complete(wheel: Path, carried: tuple[Variant, ...]) -> None:
+    """It has the package and these libraries alone, and stays small."""
+    names = zipfile.ZipFile(wheel).namelist()
+    native = "attn_dispatch/kernels/native/"
+    assert {name for name in names if name.endswith((".so", ".o"))} == {native + each.file for each in carried}
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"attn_dispatch"}
+    assert {f"{native}attention/arm/neon.h", "attn_dispatch/backends/native.py", "attn_dispatch/py.typed"} <= {*names}
+    assert wheel.stat().st_size < LARGEST
+
+
+def glibc_of(library: Path, objdump: str) -> tuple[int, ...]:
+    """The newest version of glibc that it needs; it needs no C++ library."""
+    found = subprocess.run([objdump, "-T", str(library)], capture_output=True, text=True, check=True)
+    assert "GLIBCXX" not in found.stdout
+    versions = [word.strip("()").split("_")[1] for word in found.stdout.split() if word.startswith("(GLIBC_")]
+    return max(tuple(map(int, each.split("."))) for each in versions)
+
+
 def test_a_wheel_is_for_every_python_of_its_platform(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    assert_complete(wheel, variants("x86_64"))
+
+
+def test_a_wheel_for_aarch64(tree: Path, tmp_path: Path) -> None:
+    if shutil.which(CROSS) is None:
+        pytest.skip(f"{CROSS} is not installed")
+    wheel, _ = built("wheel", tree, tmp_path / "arm", CXX=CROSS, _PYTHON_HOST_PLATFORM="linux-aarch64")
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
+    assert_complete(wheel, variants("aarch64"))
+    for each in unpacked(wheel, tmp_path / "wheel").rglob("*.so"):
+        assert each.read_bytes()[18:20] == b"\xb7\0"  # the processor, in ELF
+        assert glibc_of(each, CROSS.replace("g++", "objdump")) <= (2, 27)
+
+
+@pytest.mark.parametrize("system", ["win32-AMD64", "linux-riscv64"])
+def test_elsewhere_the_wheel_is_pure(system: str, tree: Path, tmp_path: Path) -> None:
+    wheel, printed = built("wheel", tree, tmp_path / "pure", _PYTHON_HOST_PLATFORM=system)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert f"not for {system}" in printed
+    assert_complete(wheel, ())
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: str(variant.name))
@@ -119,12 +160,7 @@ def test_each_library_of_a_wheel(variant: Any, in_wheel: Callable[[set[str]], st
     assert failures() == []
     assert library.load()._name == str(library.prebuilt().path)
     if shutil.which("objdump"):
-        found = subprocess.run(
-            ["objdump", "-T", str(library.prebuilt().path)], capture_output=True, text=True, check=True
-        )
-        assert "GLIBCXX" not in found.stdout
-        versions = [word.strip("()").split("_")[1] for word in found.stdout.split() if word.startswith("(GLIBC_")]
-        assert max(tuple(map(int, each.split("."))) for each in versions) <= (2, 27)
+        assert glibc_of(library.prebuilt().path, "objdump") <= (2, 27)
 
 
 def test_an_installed_wheel_runs_without_a_compiler(wheel: Path, tmp_path: Path) -> None:
@@ -150,9 +186,9 @@ def test_without_a_compiler_the_wheel_is_pure(tree: Path, tmp_path: Path) -> Non
     wheel, printed = built("wheel", tree, tmp_path / "pure", CXX="no-such-compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert "no-such-compiler is not on the PATH" in printed
+    assert_complete(wheel, ())
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert not [name for name in names if name.endswith((".so", ".o"))]
     assert "attn_dispatch/kernels/native/attention.cpp" in names
     assert "attn_dispatch/kernels/native/attention/forward.h" in names
 

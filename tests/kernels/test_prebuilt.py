@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,16 +13,29 @@ import torch
 from attn_dispatch import attend, explain
 from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import library
-from attn_dispatch.kernels.native.variants import V3, V4, VARIANTS
+from attn_dispatch.kernels.native.variants import (
+    ARM_ONLY,
+    FLAGS,
+    MACHINE,
+    SOURCE,
+    V3,
+    V4,
+    Variant,
+    digest,
+    source_text,
+    variants,
+)
 from tests.support.calls import forget_native_library
 
-BF16, PLAIN_V4, PLAIN_V3 = VARIANTS
+BF16, PLAIN_V4, PLAIN_V3 = VARIANTS = variants("x86_64")
+ARM = frozenset({"fp", "asimd", "asimdrdm", "atomics"})
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package's folder with a file for each variant, where no compiler is found, nor what one has made."""
     monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library, "VARIANTS", VARIANTS)  # on any machine
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for variant in VARIANTS:
@@ -55,6 +69,35 @@ def test_the_best_library_that_the_processor_can_run(
     assert library.prebuilt().path.read_text() == name
 
 
+@pytest.mark.parametrize(("features", "name"), [("bf16 i8mm", "armv8.2-a+bf16"), ("sve", "armv8-a"), (None, "armv8-a")])
+def test_levels_of_aarch64(features: str | None, name: str, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the features in /proc/cpuinfo; macOS has none."""
+    about = {} if features is None else {"Features": " ".join((*ARM, features))}
+    monkeypatch.setattr(library, "cpuinfo", lambda: about)
+    monkeypatch.setattr(library, "VARIANTS", variants("aarch64"))
+    for variant in variants("aarch64"):
+        (package / variant.file).touch()
+    forget_native_library()
+    assert library.prebuilt().name == name
+    assert library.in_use().endswith("would gain: not measured for this level")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_the_lines_of_aarch64_change_nothing_on_x86_64(variant: Variant, tmp_path: Path) -> None:
+    """Nor do they change the version, for which decisions are kept."""
+    if shutil.which("g++") is None or MACHINE != "x86_64":
+        pytest.skip("there is no g++ for x86-64")
+    without = tmp_path / SOURCE.name
+    (tmp_path / "attention").mkdir()
+    for path in (SOURCE, *SOURCE.with_suffix("").glob("*.h")):
+        (tmp_path / path.relative_to(SOURCE.parent)).write_bytes(ARM_ONLY.sub(b"", path.read_bytes()))
+    command = ["g++", *FLAGS, *variant.options, "-E", "-P"]
+    compiled = [subprocess.check_output([*command, str(each)]) for each in (SOURCE, without)]
+    assert compiled[0] == compiled[1]
+    assert b"arm/" not in source_text("x86_64")
+    assert digest(machine="aarch64") != digest(machine="x86_64")
+
+
 @pytest.mark.parametrize("flags", [V3 - {"f16c", "avx2"}, frozenset[str]()])
 @pytest.mark.usefixtures("package")
 def test_a_processor_that_can_run_none(flags: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +120,9 @@ def test_without_compiler_and_libraries(package: Path) -> None:
     (row,) = (each for each in explain(q, q, q).candidates if each.backend == "native")
     assert row.status == "not_installed"
     assert row.reason.startswith("needs a C++ compiler: no-such-compiler is not on the PATH")
-    assert row.reason.endswith("this installation has no compiled library; a wheel built for Linux on x86-64 has some")
+    assert row.reason.endswith(
+        "this installation has no compiled library; wheels for Linux and macOS (arm64) have some"
+    )
     with pytest.raises(ImportError):
         library.load()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import formula, registry
 from attn_dispatch.kernels.contract import Backend, adapted
+from attn_dispatch.machine.openmp import openmp
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
@@ -252,15 +253,16 @@ def test_gradient_of_a_bias(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_callers_threads_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    within, evaluate = list[int](), oracle._Sample.evaluate
+    within, evaluate, library = list[int](), oracle._Sample.evaluate, openmp()
+    assert library is not None
 
     def noted(self: oracle._Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-        within.append(oracle._openmp.omp_get_max_threads())
+        within.append(library.omp_get_max_threads())
         return evaluate(self, dtype)
 
     monkeypatch.setattr(oracle._Sample, "evaluate", noted)
     example = make(Case("small", Dense(), (1, 16, 2, 8)).problem(torch.float32, needs_grad=False))
     with threads(2):
         Oracle.of(example)
-        assert oracle._openmp.omp_get_max_threads() == 2
+        assert library.omp_get_max_threads() == 2
     assert within == [1, 1]

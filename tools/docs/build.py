@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from tools.checks import matrix
+from tools.checks import arm, matrix
 from tools.docs import commands, results, support
 from tools.docs.gains import gains
 from tools.docs.hilbert_plot import svg
@@ -44,6 +44,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explained": results.explained,
     "help": commands.page,
     "variables": variables,
+    "arm": lambda: arm.table(load("arm")).markdown(),
     "platforms": lambda: matrix.tables(load("platforms")).markdown(),
     "support": lambda: support.table().markdown(),
     "rooms": rooms,

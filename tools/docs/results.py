@@ -10,8 +10,8 @@ from typing import Any
 from tools.lib.common import RESULTS
 from tools.lib.tables import Table, markdown
 
-#: Shown by an excerpt elsewhere, or with its environments' machines in its rows.
-APART = ("explain", "platforms")
+#: Shown by an excerpt elsewhere, or with the machines in its rows.
+APART = ("arm", "explain", "platforms")
 EXCERPT = ("sdpa", "sdpa_mask", "native", "flex")  #: backends of the excerpt
 
 

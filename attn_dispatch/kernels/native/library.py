@@ -22,21 +22,28 @@ from typing import NamedTuple
 from attn_dispatch import process_state
 from attn_dispatch.errors import BackendFailed, NotDecided
 from attn_dispatch.kernels.device_cache import refuse_compiling
-from attn_dispatch.kernels.native.variants import SOURCE, VARIANTS, build, digest
-from attn_dispatch.log import logger
+from attn_dispatch.kernels.native.variants import NATIVE, SOURCE, VARIANTS, build, digest
+from attn_dispatch.log import logger, say_once
 from attn_dispatch.machine import code_folder
 from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.machine.hardware import cpuinfo
+from attn_dispatch.machine.openmp import openmp
 from attn_dispatch.settings import mode
 
-OPTIONS = ("-march=native",)
+OPTIONS = (NATIVE,)
 FOLDER = SOURCE.parent  #: where a wheel has its compiled libraries
-#: Of /proc/cpuinfo, all that -march=native may depend on.
+#: Of /proc/cpuinfo, all that `OPTIONS` may depend on.
 CPU_FIELDS = ("model name", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
 NAME = "native"  #: of the folders with what is compiled
+#: What attention.cpp needs: headers, and a function of PyTorch's OpenMP library.
+FEW_LINES = """#include <cmath>
+#include <cstring>
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
+extern "C" void call(void (*work)(void*)) { GOMP_parallel(work, nullptr, 1, 0); }
+"""
 
-_failed: dict[tuple[str, ...], str] = {}  # compilers that failed in this process, with what they said
-_unloadable: set[Path] = set()
+_failed: dict[tuple[str, ...], str] = {}  # compilers that failed in this process, and why
+_unloadable: dict[Path, str] = {}  # libraries, and why
 _building = process_state.lock()
 process_state.register(process_state.FACTS, _failed.clear, _unloadable.clear)
 
@@ -67,8 +74,9 @@ class Args(ctypes.Structure):
 
 
 def cpu_flags() -> frozenset[str]:
-    """The processor's flags in /proc/cpuinfo, which the system supports too; empty where it is not an x86 processor."""
-    return frozenset(cpuinfo().get("flags", "").split())
+    """The processor's flags in /proc/cpuinfo, which the system supports too; empty on macOS, which has no such file."""
+    fields = cpuinfo()
+    return frozenset(fields.get("flags", fields.get("Features", "")).split())
 
 
 class Prebuilt(NamedTuple):
@@ -85,15 +93,16 @@ def prebuilt() -> Prebuilt:
     Raises:
         ImportError: there is none; the message says why.
     """
-    there = [variant for variant in VARIANTS if (FOLDER / variant.file).exists()]
+    files = {variant: FOLDER / variant.file for variant in VARIANTS}
+    there = [variant for variant, path in files.items() if path.exists() and path not in _unloadable]
     flags = cpu_flags()
     for variant in there:
         if variant.needs <= flags:
-            return Prebuilt(variant.name, FOLDER / variant.file)
+            return Prebuilt(variant.name, files[variant])
     if there:
         missing = ", ".join(sorted(there[-1].needs - flags))
         raise ImportError(f"the package's compiled libraries need a processor with {missing}")
-    raise ImportError("this installation has no compiled library; a wheel built for Linux on x86-64 has some")
+    raise ImportError("this installation has no compiled library; wheels for Linux and macOS (arm64) have some")
 
 
 def used_prebuilt() -> Prebuilt | None:
@@ -112,7 +121,7 @@ def used_prebuilt() -> Prebuilt | None:
         try:
             return prebuilt()
         except ImportError as why:
-            raise ImportError(f"needs a C++ compiler: {error}; {why}") from error
+            raise ImportError("; ".join((f"needs a C++ compiler: {error}", str(why), *_unloadable.values()))) from error
     return None
 
 
@@ -160,7 +169,8 @@ def in_use() -> str:
         return f"compiled for this processor: {there}"
     if found is None:
         return f"to be compiled for this processor by {' '.join(compiler())}, in up to a minute"
-    gain = "not measured for this level" if found.name == VARIANTS[-1].name else "4 % or less, where that was measured"
+    measured = found.name.startswith("x86-64-v4")
+    gain = "4 % or less, where that was measured" if measured else "not measured for this level"
     return f"the package's library for {found.name}; what a C++ compiler would gain: {gain}"
 
 
@@ -180,12 +190,18 @@ def _loaded() -> ctypes.CDLL:
         while True:
             path = _library()
             try:
-                # It resolves to the OpenMP library of PyTorch: two thread pools would compete for the cores.
-                return ctypes.CDLL(str(path))
+                return _opened(path)
             except OSError as error:
-                if path in _unloadable or path.parent == FOLDER:
-                    raise BackendFailed(f"native: cannot load {path}: {error}") from error
-                _unloadable.add(path)  # built for another system: it is built again, if it can be
+                _unloadable[path] = f"cannot load {path}: {error}"
+                if path.parent == FOLDER:
+                    prebuilt.cache_clear()
+                    say_once(f"native: {_unloadable[path]}")
+                # Else it was built for another system: it is built again, if it can be.
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    openmp()  # whose functions the library calls
+    return ctypes.CDLL(str(path))
 
 
 def _library() -> Path:
@@ -200,6 +216,7 @@ def _library() -> Path:
             path = prebuilt().path
             logger.warning("%s; the package's library runs instead", error)
             return path
+        say_once(f"{error}; other backends run instead")
         raise
 
 
@@ -230,12 +247,14 @@ def keep() -> None:
                 os.replace(shutil.copy(found, made), folder / _file())
 
 
-def check_compiler() -> None:
-    """Compile a few lines where the library is still to be compiled: a failure is remembered, as `_build`'s is."""
+def check() -> None:
+    """Load the library, or what is compiled of a few lines where it is yet to be compiled: a failure is remembered."""
     with suppress(ImportError, BackendFailed, OSError), tempfile.TemporaryDirectory(prefix="attn-dispatch-") as folder:
-        if not is_compiled():
-            source = Path(folder) / "empty.cpp"
-            source.write_text("#include <cmath>\n#include <cstring>\n")
+        if is_compiled():
+            load()
+        else:
+            source = Path(folder) / "few.cpp"
+            source.write_text(FEW_LINES)
             _compile(Path(folder), source)
 
 
@@ -259,13 +278,15 @@ def _build() -> Path:
 
 
 def _compile(folder: Path, source: Path = SOURCE) -> Path:
+    """A library that can be loaded."""
     cxx, library = compiler(), folder / "attention.so"
     try:
         build(cxx, OPTIONS, library, source)
+        library.chmod(0o755)
+        _opened(library)
     except (subprocess.CalledProcessError, OSError) as error:
         lines = str(getattr(error, "stderr", error)).splitlines() or [str(error)]
         errors = [line for line in lines if "error" in line] or lines[-1:]
         _failed[cxx] = f"{cxx[0]} failed: {' '.join(errors)[:500]}"
         raise BackendFailed(f"native: {_failed[cxx]}") from error
-    library.chmod(0o755)
     return library

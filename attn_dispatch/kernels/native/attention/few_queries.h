@@ -117,6 +117,9 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
         UNROLL for (int i = 0; i < GROUP; i++)
             UNROLL for (int n = 0; n < N; n++) store(to + i * depth + n * W, sum[i][n]);
     }
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "arm/few_queries.h"
+#else // __ARM_
 #if defined(HAS_PAIRS)
     // The same by pairs of keys. A hidden key may hold NaN: its weight is 0.
     template <int N> void add_pairs(const Block& block, int lane, int d, i64 next) const {
@@ -152,6 +155,7 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
 #else
     template <int N> void add_pairs(const Block&, int, int, i64) const {}
 #endif
+#endif // __ARM_
     void mix(const Block& block) const {
         const i64 next = ahead(a.v, block);
         if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row, next);

@@ -31,6 +31,8 @@ INLINE void interleave(const void* first, const void* second, __m512i (&to)[2]) 
     to[1] = _mm512_permutex2var_epi16(x, _mm512_add_epi16(low, _mm512_set1_epi16(W)), y);
 }
 inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bits << 16; }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "arm/pairs.h"
 #endif
 
 // Without unrolling, the compiler stores the sums on the stack.

@@ -11,6 +11,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_ARCH_ISA_A64)
+#include <arm_neon.h> // __ARM_
 #endif
 
 namespace {
@@ -30,6 +32,9 @@ constexpr int TALL_ROWS = 8, TALL_SUMS = 16; // of a register tile of one vector
 #elif defined(__AVX2__)
 constexpr int W = 8, NV = 2, MR = 6;
 constexpr int TALL_ROWS = 6, TALL_SUMS = 12;
+#elif defined(__ARM_ARCH_ISA_A64)
+constexpr int W = 4, NV = 4, MR = 5; // __ARM_: of 32 registers; with 6 rows g++ spills a sum
+constexpr int TALL_ROWS = 8, TALL_SUMS = 16; // __ARM_
 #else
 constexpr int W = 4, NV = 4, MR = 4;
 constexpr int TALL_ROWS = 6, TALL_SUMS = 12;
@@ -61,6 +66,8 @@ inline vec larger(vec a, vec b) {
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
     return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__ARM_ARCH_ISA_A64)
+    return (vec)vmaxq_f32((float32x4_t)a, (float32x4_t)b); // __ARM_: NaN if one is
 #else
     return a > b ? a : b;
 #endif
@@ -71,6 +78,8 @@ inline vec exp2_(vec x) {
     x = larger(splat(-160.0f), x); // in this order NaN stays NaN
 #if defined(__AVX512F__)
     vec whole = (vec)_mm512_roundscale_ps((__m512)x, 8);
+#elif defined(__ARM_ARCH_ISA_A64)
+    vec whole = (vec)vrndnq_f32((float32x4_t)x); // __ARM_
 #else
     const vec shift = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
     vec whole = (x + shift) - shift;
@@ -221,6 +230,8 @@ template <> INLINE void put_totals<4, 4>(const vec (&x)[4][4], float* to, int pi
     store(to + 2 * pitch, _mm512_extractf32x4_ps(all, 2));
     store(to + 3 * pitch, _mm512_extractf32x4_ps(all, 3));
 }
+#elif defined(__ARM_ARCH_ISA_A64)
+#include "arm/neon.h"
 #endif
 
 } // namespace
