@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,7 +260,7 @@ def test_a_library_that_cannot_be_loaded(
         why = f"{cxx.parent}/attention-.*{why}"
         monkeypatch.setenv("CXX", "no-such-compiler")
     (log := Path(f"{cxx}.log")).unlink(missing_ok=True)
-    restarted()
+    forget_native_library()
     x = torch.ones(1, 2, 1, 4)
     for _ in range(2):
         with pytest.raises((BackendFailed, NoBackend), match=why):
@@ -272,7 +271,7 @@ def test_a_library_that_cannot_be_loaded(
     assert len(warned) == len(set(warned)) > 0
     assert log.exists() == (made_by == "compiler")
     assert made_by == "package" or log.read_text().count("attention.cpp") == 1
-    restarted()
+    forget_native_library()
     report = machine.examined()
     (row,) = (each for each in report["backends"] if each["name"] == "native")
     assert not row["usable"]

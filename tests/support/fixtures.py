@@ -25,7 +25,6 @@ from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.flex import attention
 from attn_dispatch.kernels.native import library as native_library
-from attn_dispatch.kernels.triton import support
 from attn_dispatch.machine import environment, load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
