@@ -109,6 +109,17 @@ def test_series_of_one_title_are_told_apart_and_others_are_not_mixed() -> None:
     assert "window=(13, 13)" in grids.title
 
 
+def test_densities_are_not_mixed() -> None:
+    """A series is over lengths: times of a mask made of data at two densities are two."""
+
+    def of(length: int, density: int) -> Decision:
+        pattern = {"kind": "RangesForm", "intervals": 1, "by_row": False, "density": density, "imbalance": 0}
+        return made_up.whole(planted.problem_at(length, pattern=pattern), {SDPA: 2.0, NATIVE: 1.0})
+
+    found = all_series([of(length, density) for length in (512, 1024) for density in (-2, -8)])
+    assert sorted(len(each.by_length) for each in found) == [2, 2]
+
+
 def test_a_dilated_series_has_the_lengths_that_cut_its_segments() -> None:
     long = [dilated(length, (1024, 4096)) for length in (512, 1024, 2048, 4096, 8192)]
     even = [dilated(length, (1024, 1024)) for length in (2048, 8192)]

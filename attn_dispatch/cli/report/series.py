@@ -15,6 +15,7 @@ from attn_dispatch.cli.tables import KEY_DIGITS, Table, compact, gain_over, plai
 from attn_dispatch.kernels.registry import BUILT_IN
 from attn_dispatch.learning.predict import is_timed
 from attn_dispatch.learning.speedups import Bounds, family_of
+from attn_dispatch.spec.groups import OF_DATA
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.store.decision import CandidateId, Decision, Row
 from attn_dispatch.text import milliseconds, titled
@@ -128,7 +129,8 @@ def _tokens(problem: Mapping[str, Any]) -> int:
 def _shared(problem: Mapping[str, Any]) -> str:
     """What the problems of a series share, as text. Where there are fewer queries than keys, their number too."""
     kept = {name: value for name, value in problem.items() if name not in ("q_len", "k_len", "pattern")}
-    kept["pattern"] = {name: value for name, value in family_of(problem).items() if name != "segment_lengths"}
+    pattern = family_of(problem) | {name: problem["pattern"].get(name) for name in OF_DATA}
+    kept["pattern"] = {name: value for name, value in pattern.items() if name != "segment_lengths"}
     if problem.get("q_len") != problem["k_len"]:
         kept["q_len"] = problem.get("q_len")
     return json.dumps(kept, sort_keys=True)
