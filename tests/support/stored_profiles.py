@@ -66,7 +66,7 @@ def title(problem: dict[str, Any]) -> str:
     shape = f"[{problem['batch']}, {problem['q_len']}, {problem['heads']}, {problem['head_dim']}]"
     pattern = dict(problem["pattern"])
     sizes = ", ".join(f"{name}={tuple(pattern[name])}" for name in ("grid", "window") if name in pattern)
-    causal = "causal" if pattern["is_causal"] is True else ""
+    causal = "causal" if pattern.get("is_causal") is True else ""
     direction = "forward + backward" if problem["needs_grad"] else "forward"
     return f"{shape}   {problem['dtype']}   {pattern['kind']}({sizes or causal})   {direction}"
 
