@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from attn_dispatch.spec.orders import Reordered, from_order, positions, to_order
     from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
     from attn_dispatch.spec.problem import Problem
+    from attn_dispatch.warming import warm
 
 __all__ = [
     "AttnDispatchError",
@@ -61,6 +62,7 @@ __all__ = [
     "shard_positions",
     "to_order",
     "unshard",
+    "warm",
     "weights_of",
 ]
 
@@ -79,6 +81,7 @@ _NAMES = {
     "spec.pattern": ("Dense", "Dilated", "Neighborhood", "Window"),
     "spec.problem": ("Problem",),
     "spec.orders": ("Reordered", "from_order", "positions", "to_order"),
+    "warming": ("warm",),
 }
 _HOME = dict.fromkeys(__all__, "errors") | {name: module for module, names in _NAMES.items() for name in names}
 

@@ -5,7 +5,7 @@ Exception
     InvalidInput        an argument is wrong (also a ValueError)
     NoBackend           no backend can run this problem; the message holds every reason
     BackendFailed       the backend that was chosen or forced raised, or broke its contract
-    NotDecided          ATTN_DISPATCH_MODE=locked and this problem has no stored decision
+    NotDecided          locked mode: this problem has no stored decision, or may compile no kernel; or it is not warm
     GroupMismatch       the ranks of a mesh do not agree on the call
     RankLost            a rank of the mesh exited, hung or did not join in time
 """
@@ -28,7 +28,7 @@ class BackendFailed(AttnDispatchError):
 
 
 class NotDecided(AttnDispatchError):
-    """A problem has no stored decision, and ATTN_DISPATCH_MODE is locked."""
+    """ATTN_DISPATCH_MODE is locked, and a problem has no stored decision, or a kernel that it may not compile."""
 
 
 class GroupMismatch(AttnDispatchError):

@@ -78,14 +78,11 @@ def profile(
     if isinstance(problems, str | os.PathLike):
         uses = read_record(problems)
         problems, weights = list(uses), weights_of_uses(uses) if weights is None else weights
-    problem_list: list[Any] = list(problems) if isinstance(problems, Iterable) else [problems]
-    for problem in problem_list:
-        if not isinstance(problem, Problem):
-            raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
+    problem_list = checked_problems(problems)
     shares = _checked_weights(weights, len(problem_list))
     end = None if budget_s is None else time.monotonic() + budget_s
     found: Explanations = {}
-    with _bar(len(problem_list), progress) as advance:
+    with progress_bar("measuring", len(problem_list), progress) as advance:
         for index, share in _largest_first(range(len(problem_list)), shares):
             problem = problem_list[index]
             found[index] = _measure_problem(_measured_for(problem), _share_of(end, share), force)
@@ -93,6 +90,15 @@ def profile(
             if report is not None:
                 report(index, found[index])
     return [found[index] for index in range(len(problem_list))]
+
+
+def checked_problems(problems: object) -> list[Problem]:
+    """The problems as a list. Raises InvalidInput: there is something else."""
+    found: list[Any] = list(problems) if isinstance(problems, Iterable) else [problems]
+    for problem in found:
+        if not isinstance(problem, Problem):
+            raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
+    return found
 
 
 def _measured_for(problem: Problem) -> Problem:
@@ -131,14 +137,21 @@ def _largest_first(indices: Sequence[int], weights: Sequence[float]) -> Iterator
         left -= weights[index]
 
 
-def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
-    """Measure missing and outdated candidates; all of them if forced, or after a provisional decision."""
+@contextmanager
+def as_called(problem: Problem) -> Iterator[None]:
+    """Inside, PyTorch has the settings of the problem's calls, and no other thread measures."""
     precision = problem.matmul_precision if problem.dtype == torch.float32 else None
     if problem.deterministic and problem.device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS refuses
+    with decide.measuring, settings(problem.deterministic, precision):
+        yield
+
+
+def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Explanation:
+    """Measure missing and outdated candidates; all of them if forced, or after a provisional decision."""
     budget_ms = math.inf if share_s is None else share_s * 1e3
     # Another thread may call attend() with the same problem.
-    with decide.measuring, settings(problem.deterministic, precision):
+    with as_called(problem):
         request = Request.of(problem)
         stored = look_up.look_up(request, budget_ms)
         if stored is not None and not look_up.is_confirmed(stored.decision):
@@ -165,7 +178,8 @@ def _share_of(end: float | None, share: float) -> float | None:
 
 
 @contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
+def progress_bar(doing: str, total: int, shown: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, where it is shown, and what to call after each of `total` steps, with a text."""
     if not shown:
         yield lambda text: None
         return
@@ -175,7 +189,7 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[str], None]]:
 
     # A narrow terminal cuts the end of the text, not the count and the time.
     text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-    columns = ("measuring", BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), text)
+    columns = (doing, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), text)
     with Progress(*columns, console=Console(stderr=True), expand=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from attn_dispatch.log import say_once
 
 FLASH_KERNEL = "ATTN_DISPATCH_FLASH_KERNEL"  #: a variable, see `flash_kernel`
 MODES = ("tune", "online", "predict", "locked", "off")
+COMPILE = ("always", "never")
 NOWHERE = Path(os.devnull, "attn-dispatch")  #: stands for a missing cache folder: cannot be created, read or written
 NO_HOME = "this user has no home folder that can be written; set $ATTN_DISPATCH_CACHE_DIR to a folder"
 
@@ -59,9 +61,19 @@ host_share = Number("ATTN_DISPATCH_HOST_SHARE", 0.25, 0.0, 1.0, "a number from 0
 
 def mode() -> str:
     """$ATTN_DISPATCH_MODE, "tune" by default. Raises InvalidInput for another value than `MODES`."""
-    found = os.environ.get("ATTN_DISPATCH_MODE", "") or "tune"
-    if found not in MODES:
-        raise InvalidInput(f"$ATTN_DISPATCH_MODE must be one of {', '.join(MODES)}, got {found!r}")
+    return _word("ATTN_DISPATCH_MODE", MODES)
+
+
+def compiles() -> bool:
+    """Whether calls may compile: not with $ATTN_DISPATCH_COMPILE "never" (by default "always") in mode `locked`."""
+    return _word("ATTN_DISPATCH_COMPILE", COMPILE) != "never" or mode() != "locked"
+
+
+def _word(variable: str, words: Sequence[str]) -> str:
+    """A variable that holds one of these words, the first by default. Raises InvalidInput for another value."""
+    found = os.environ.get(variable, "") or words[0]
+    if found not in words:
+        raise InvalidInput(f"${variable} must be one of {', '.join(words)}, got {found!r}")
     return found
 
 

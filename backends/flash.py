@@ -25,7 +25,7 @@ from attn_dispatch.kernels.branches import flash4, hub
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
-from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture
+from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture, refuse_compiling
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.kernels.numerics import with_positive_scale
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
@@ -300,6 +300,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None,
     by_rows = key_lens is not None
     if first_call_ms(problem, by_rows):
         refuse_capture(problem.device)
+        refuse_compiling("flash-attn 4's kernels for this call")
     found = BACKEND.run(q, k, v, problem, **tensors) if key_lens is None else _by_rows(q, k, v, problem, key_lens)
     note(name, problem, by_rows)
     return found

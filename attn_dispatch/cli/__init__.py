@@ -18,6 +18,7 @@ from attn_dispatch.errors import AttnDispatchError, InvalidInput
 
 COMMANDS = {
     "profile": "measure problems now and store the decisions",
+    "warm": "compile, plan and load what stored decisions run by, for later processes",
     "inspect": "show the stored decisions",
     "explain": "show which backend would run a problem, and why; runs nothing",
     "plan": "predict memory, traffic and time of a sequence over many ranks; runs nothing",

@@ -16,7 +16,7 @@ from attn_dispatch import process_state
 from attn_dispatch.decisions import decide
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.trial_limits import cannot_measure
-from attn_dispatch.errors import BackendFailed, InvalidInput
+from attn_dispatch.errors import BackendFailed, InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import CHECKPOINT_STOP
 from attn_dispatch.kernels.contract import Result, runner, specialized
@@ -27,7 +27,7 @@ from attn_dispatch.spec.tensors import check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
-NOT_WRAPPED = (InvalidInput, CHECKPOINT_STOP)  #: exceptions that are not wrapped in BackendFailed
+NOT_WRAPPED = (InvalidInput, NotDecided, CHECKPOINT_STOP)  #: exceptions that are not wrapped in BackendFailed
 MAX_CALLS = 4096  #: entries of the table of problems; past this the oldest is made anew if needed
 
 

@@ -128,6 +128,20 @@ def decision_for(problem: Problem) -> Decision:
             _deciding.pop(key, None)
 
 
+def without_trial(problem: Problem) -> Decision | None:
+    """The decision for a problem in this process, or the stored one where no call would measure; None without either.
+
+    The stored one is remembered. One of another machine is checked first, in the mode `tune`.
+    """
+    request = Request.of(measured_for(problem))
+    key = request.silicon, request.problem, None, None
+    decision = _decided.get(key) or _DeviceSteps(request, unhurried=True).stored()
+    if decision is None or not unmeasured.can_run(problem, decision.chosen):
+        return None
+    _remember(key, decision)
+    return decision
+
+
 def latest(problem: Problem, decision: Decision) -> Decision:
     """The decision by which a route is made under `lock`: a trial may have ended since this one was taken."""
     for each in (problem, measured_for(problem)):
@@ -194,10 +208,14 @@ def decision_while_traced(problem: Problem) -> Decision:
 
 @dataclass(frozen=True, eq=False)
 class _DeviceSteps:
-    """The steps to a decision on one device. With `explained`, nothing is measured, counted or written."""
+    """The steps to a decision on one device. With `explained`, nothing is measured, counted or written.
+
+    `unhurried`: no call waits, so that the checks of a minute are not limited.
+    """
 
     request: Request
     explained: bool = False
+    unhurried: bool = False
 
     @cached_property
     def found(self) -> look_up.StoredDecision | None:
@@ -221,7 +239,7 @@ class _DeviceSteps:
         """
         decision, allowed = found.decision, found.is_valid and not lacks_space()
         with measuring:
-            if not (allowed and _trial_allowed(self.request.problem)):
+            if not (allowed and (self.unhurried or _trial_allowed(self.request.problem))):
                 return False
             with _rate_limit.counting():
                 why = why_refuted(self.request, decision)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from attn_dispatch.errors import BackendFailed
-from attn_dispatch.kernels.device_cache import capturing
+from attn_dispatch.kernels.device_cache import capturing, compiling
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
 from attn_dispatch.spec import tracing
@@ -76,6 +76,7 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.autograd.graph.saved_tensors_hooks(identity, identity),
         _disable_current_modes(),
         _on_cpu(),
+        compiling(),
     ):
         yield
 

@@ -6,7 +6,8 @@ graph's memory, is complete before a call gets it, and is freed after the device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from itertools import count
@@ -15,7 +16,8 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from attn_dispatch import process_state
+from attn_dispatch import process_state, settings
+from attn_dispatch.errors import NotDecided
 from attn_dispatch.spec.data import derived
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tracing import in_new_thread, make_plain
@@ -227,3 +229,23 @@ def kernel_class(problem: Problem) -> Hashable:
 
 
 process_state.register(process_state.FACTS, _compiled.clear, note.cache_clear)
+
+_compiling: list[None] = []  #: an entry for each block of `compiling` that some thread is in
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, in all threads, kernels may be compiled, whatever the settings: in trials, and in `warm`."""
+    _compiling.append(None)
+    try:
+        yield
+    finally:
+        _compiling.pop()
+
+
+def refuse_compiling(what: str) -> None:
+    """Raise NotDecided where calls may not wait for a compiler, nor for what an earlier process compiled."""
+    if not (_compiling or settings.compiles()):
+        text = "$ATTN_DISPATCH_COMPILE is never, and this process has not compiled or loaded"
+        more = "call attn_dispatch.warm() when it starts, and run `attn-dispatch warm` before"
+        raise NotDecided(f"{text} {what}: {more}")

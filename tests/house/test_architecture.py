@@ -19,7 +19,7 @@ ROOT = Path(attn_dispatch.__file__).parent
 
 #: At the top of the package: open to every room; and the functions that users call.
 BASE = {"errors", "log", "process_state", "settings", "text"}
-API = {"blocks", "dispatch", "profiling", "recording"}
+API = {"blocks", "dispatch", "profiling", "recording", "warming"}
 #: What a room imports, the base modules apart. A room may import what these import, too. The entry modules are
 #: `__init__` and `__main__`.
 ARROWS = {
@@ -52,16 +52,16 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: Lines that a room may have, C++ and the report's page included. It is raised with a capability alone; whoever adds
 #: lines for anything else takes others away.
 LINES = {
-    "api": 925,
+    "api": 1095,
     "backends": 2045,
-    "base": 300,
+    "base": 315,
     "calls": 1095,
-    "cli": 3020,
+    "cli": 3050,
     "compat": 510,
-    "decisions": 2300,
-    "entry": 115,
+    "decisions": 2305,
+    "entry": 120,
     "integrations": 1410,
-    "kernels": 10600,  # with parts that two backends share
+    "kernels": 10605,  # with parts that two backends share
     "learning": 970,
     "machine": 1020,
     "nn": 1585,
@@ -72,8 +72,8 @@ LINES = {
     "testing": 910,
     "tuning": 3780,
 }
-BESIDE = {"tests": 36_800, "tools": 6600}  #: the same for the folders beside the package
-PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
+BESIDE = {"tests": 37_050, "tools": 6605}  #: the same for the folders beside the package
+PACKAGE = 39_000  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

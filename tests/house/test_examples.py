@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.commands import problems
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -90,6 +93,33 @@ def test_a_decoder_is_finetuned_dense_and_dilated(tmp_path: Path) -> None:
     found = dict(re.findall(r"^(\w+, \w+) +loss ([\d.]+);", text, re.M))
     assert float(found["dense, attn_dispatch"]) == pytest.approx(float(found["dense, sdpa"]), abs=1e-3)
     assert found.keys() == {"dense, sdpa", "dense, attn_dispatch", "dilated, attn_dispatch"}
+
+
+STEP = re.compile(r"^(ENV|RUN|CMD) (.*)$", re.MULTILINE)
+CALL = "import torch; x = torch.ones(1, 64, 2, 16); print(attn_dispatch.attend(x, x, x, is_causal=True).sum().item())"
+
+
+@pytest.mark.full
+def test_the_image_serves_without_a_compiler(tmp_path: Path) -> None:
+    """Its steps in a new home, of which the last, and a call beside it, find no compiler; another call is refused."""
+    kept = {name: value for name, value in os.environ.items() if not re.match("ATTN_|XDG_|TORCH|TRITON|CXX", name)}
+    environment, printed = {**kept, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}, []
+    (tmp_path / "problems.jsonl").write_text(json.dumps(problems("--shape", "1,64,2,16", "--causal")[0].to_dict()))
+    for kind, text in STEP.findall((EXAMPLES / "Dockerfile").read_text(encoding="utf-8")):
+        text = text.replace("/opt/attention", str(tmp_path)).replace(
+            "attn-dispatch ", f"{sys.executable} -m attn_dispatch "
+        )
+        if kind == "ENV":
+            name, _, environment[name] = text.partition("=")
+        elif "attn_dispatch" in text:
+            if kind == "CMD":
+                environment["CXX"] = "no-such-compiler"
+                text = text.replace("python ", f"{sys.executable} ")[:-1] + f'; {CALL}"'
+            done = subprocess.run(text, shell=True, env=environment, capture_output=True, text=True, timeout=240)
+            printed.append(done.stdout)
+            assert done.returncode == 0, done.stderr
+    assert environment["ATTN_DISPATCH_COMPILE"] == "never"
+    assert printed[-1].splitlines() == ["1 problems are warm", "2048.0"]
 
 
 def test_the_documentation_names_every_example() -> None:

@@ -30,7 +30,7 @@ PUBLIC = [
         "attend",
     ),
     *("counters", "explain", "from_order", "hardware", "positions", "profile", "record", "register"),
-    *("replacing_sdpa", "shard", "shard_positions", "to_order", "unshard", "weights_of"),
+    *("replacing_sdpa", "shard", "shard_positions", "to_order", "unshard", "warm", "weights_of"),
 ]
 
 

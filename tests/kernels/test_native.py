@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attn_dispatch import attend, process_state
+from attn_dispatch import attend
 from attn_dispatch.backends import native
 from attn_dispatch.cli import machine
 from attn_dispatch.errors import BackendFailed, NoBackend
@@ -157,34 +156,8 @@ def test_refusals() -> None:
     assert reasons == [f"its dilation rates repeat every 72 tokens, over {PERIOD_LIMIT}"]
 
 
-@pytest.fixture
-def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A compiler that copies the loaded library, with caches cleared as if none was compiled or loaded.
-
-    Gives the user's cache folder; the tests' cache folder, which `$ATTN_DISPATCH_CACHE_DIR` names, is another.
-    """
-    cxx = tmp_path / "c++"
-    cxx.write_text(
-        f'#!/bin/sh\necho "$*" >> "$0.log"\nfor last; do :; done\ncp "{library.load()._name}" "$last"\n', "utf-8"
-    )
-    cxx.chmod(0o755)
-    monkeypatch.setenv("CXX", str(cxx))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
-    restarted()
-    yield tmp_path / "cache" / "attn-dispatch"
-    monkeypatch.undo()
-    restarted()
-
-
-def restarted() -> None:
-    """As in a new process."""
-    forget_native_library()
-    process_state.forget(process_state.ROUTES)
-
-
 def found_before_and_after_a_call() -> list[Path | None]:
-    restarted()
+    forget_native_library()
     before = library._found()
     x = torch.ones(1, 2, 1, 4)
     assert attend(x, x, x, backend="native").sum() == 8
@@ -245,19 +218,19 @@ def test_a_compiler_that_fails(copying_compiler: Path) -> None:
     shutil.rmtree(copying_compiler)
     Path(f"{cxx}.log").unlink()
     cxx.write_text(broken)
-    restarted()
+    forget_native_library()
     for length in (2, 2, 3):
         with pytest.raises((BackendFailed, NoBackend), match=why):
             attend(x[:, :length], x[:, :length], x[:, :length], backend="native")
     assert attend(x, x, x).sum() == 8
     assert len(Path(f"{cxx}.log").read_text().splitlines()) == 1
-    restarted()
+    forget_native_library()
     report = machine.examined()
     (row,) = (each for each in report["backends"] if each["name"] == "native")
     assert (row["usable"], row["version"]) == (False, None)
     assert all(re.search(why, text) for text in (row["reason"], report["native"]))
     (copying_compiler.parents[1] / "kept.so").rename(package)
-    restarted()
+    forget_native_library()
     assert attend(x, x, x, backend="native").sum() == 8
     assert library.load()._name == str(package)
     assert library.in_use().startswith(f"the package's library for {VARIANTS[-1].name}")

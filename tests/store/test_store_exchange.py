@@ -16,8 +16,6 @@ import pytest
 from msgspec.structs import replace
 
 from attn_dispatch import cli
-from attn_dispatch.kernels.native import library
-from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.store.address import Address
 from attn_dispatch.store.bundle import read_bundle, write_bundle
@@ -26,8 +24,7 @@ from attn_dispatch.store.folder import Store
 from attn_dispatch.store.passed import note_passed
 from attn_dispatch.store.quarantine import Entry, Quarantine
 from tests.support import made_up as planted
-from tests.support.calls import forget_native_library
-from tests.support.entries import GROUP, KEY, OTHER, chosen, decision, encoded, files_in, written
+from tests.support.entries import GROUP, KEY, OTHER, decision, encoded, files_in, written
 from tests.support.fakes import SILICON
 
 GIVEN = (
@@ -90,24 +87,6 @@ def test_an_import_of_an_export_is_the_original_marked(
     assert [plain[how] for how in ("added", "merged", "unchanged", "refused")] == [3, 0, 0, 0]
     assert stored_files() == before
     assert json.loads(run("import", name, "--json")[1])["unchanged"] == 3
-
-
-@pytest.mark.parametrize(("chip", "compiles"), [("", True), ("other-", False)])
-def test_what_imported_decisions_run_by_is_compiled(
-    chip: str, compiles: bool, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the decisions are, for this processor with any number of threads."""
-    here = silicon("cpu").rpartition("-")[0].replace("cpu-", f"cpu-{chip}")
-    (tmp_path / "bundle").write_bytes(write_bundle([decision(silicon=f"{here}-99t", **chosen("native"))]))
-    code, out = run("import", tmp_path / "bundle")
-    kept = cache_folder() / "native" / library._file()
-    assert (code, kept.exists(), "native: compiled for this processor" in out) == (0, compiles, compiles)
-    monkeypatch.setattr(library, "compiler", lambda: ("moon++",))
-    monkeypatch.setattr("attn_dispatch.machine.code_folder.folders", lambda name: [])
-    forget_native_library()
-    code, out = run("import", tmp_path / "bundle", "--json")
-    assert ("moon++ failed" in str(json.loads(out)["native"])) == compiles
-    forget_native_library()
 
 
 def test_the_same_decisions_make_the_same_bytes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,7 @@ def forget_native_library() -> None:
         cached.cache_clear()
     for noted in (library._failed, library._unloadable):
         noted.clear()
+    process_state.forget(process_state.ROUTES)
 
 
 def later() -> str:

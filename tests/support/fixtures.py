@@ -24,6 +24,7 @@ from attn_dispatch.decisions import look_up
 from attn_dispatch.kernels import device_cache
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.flex import attention
+from attn_dispatch.kernels.native import library as native_library
 from attn_dispatch.kernels.triton import support
 from attn_dispatch.machine import environment, load
 from attn_dispatch.store import folder as store_folder
@@ -210,6 +211,26 @@ def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention, "compiling", False)
     yield
     flex._compiled.cache_clear()
+
+
+@pytest.fixture
+def copying_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A compiler that copies the loaded library, with caches cleared as if none was compiled or loaded.
+
+    Gives the user's cache folder; the tests' cache folder, which `$ATTN_DISPATCH_CACHE_DIR` names, is another.
+    """
+    cxx = tmp_path / "c++"
+    cxx.write_text(
+        f'#!/bin/sh\necho "$*" >> "$0.log"\nfor last; do :; done\ncp "{native_library.load()._name}" "$last"\n', "utf-8"
+    )
+    cxx.chmod(0o755)
+    monkeypatch.setenv("CXX", str(cxx))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(native_library, "FOLDER", tmp_path)
+    calls.forget_native_library()
+    yield tmp_path / "cache" / "attn-dispatch"
+    monkeypatch.undo()
+    calls.forget_native_library()
 
 
 @pytest.fixture

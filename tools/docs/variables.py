@@ -10,6 +10,7 @@ NUMBERS = {value.variable: value for value in vars(settings).values() if isinsta
 #: The default and the allowed values of the other variables.
 OTHERS = {
     "ATTN_DISPATCH_MODE": (settings.MODES[0], ", ".join(settings.MODES)),
+    "ATTN_DISPATCH_COMPILE": (settings.COMPILE[0], ", ".join(settings.COMPILE)),
     "ATTN_DISPATCH_CACHE_DIR": ("`attn-dispatch` in the user's cache folder, as `~/.cache/attn-dispatch`", "a folder"),
     "ATTN_DISPATCH_RECORD": ("-", "a file"),
     settings.FLASH_KERNEL: ("-", "a folder"),
@@ -21,6 +22,8 @@ OTHERS = {
 }
 MEANING = {
     "ATTN_DISPATCH_MODE": "what happens to a problem without a stored decision, see above",
+    "ATTN_DISPATCH_COMPILE": "in mode `locked`, whether calls may compile; never: they raise `NotDecided`, unless "
+    "`warm` has compiled or loaded what they run",
     "ATTN_DISPATCH_BUDGET_MS": "milliseconds after which no further candidate of one new problem is started; the first "
     "always runs, and unless this is 0 a second one of about its work; `profile` uses `--budget` instead",
     "ATTN_DISPATCH_TRIAL_SECONDS": "seconds of any minute that calls of `attend` may spend on trials; `profile` is not "

@@ -1,18 +1,15 @@
 """Merge decisions from files into the stored ones: each candidate's latest measurement counts, in whatever order files
-are read, and what was measured on this machine stays. Imported decisions are used once a short check here has confirmed
-them. Where some for this processor run by `native`, it is compiled."""
+are read, and what was measured on this machine stays. Imported decisions are used once a short check here confirmed
+them; `warm` then compiles what they run by."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from attn_dispatch.cli import stored, urls
 from attn_dispatch.cli.tables import Table, print_json
-from attn_dispatch.errors import BackendFailed
 from attn_dispatch.store.bundle import Refused, is_of_another_problem, read_bundle
 from attn_dispatch.store.decision import Damaged, Decision, from_elsewhere
 from attn_dispatch.store.folder import Store
@@ -32,7 +29,6 @@ class Outcome(NamedTuple):
     how: str
     what: str = ""
     reason: str = ""
-    native: str = ""  #: the silicon, where `native` runs it
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,16 +41,15 @@ def run(args: argparse.Namespace) -> int:
     sources = [(name, [_outcome(found, Store(folder)) for found in _decisions(name)]) for name in args.places]
     every = [outcome for _, found in sources for outcome in found]
     refused = [each for each in every if each.how == "refused"]
-    kernel = _native({each.native for each in every} - {""})
     if args.json:
         made = [{"name": name, **_counts(found), "reasons": _reasons(found)} for name, found in sources]
-        print_json({"folder": str(folder), "native": kernel, **_counts(every), "sources": made})
+        print_json({"folder": str(folder), **_counts(every), "sources": made})
     else:
         rows = [[name, *map(str, _counts(found).values())] for name, found in sources]
         print(*Table(("from", *OUTCOMES), rows, {0}).lines(), "", sep="\n")
         for each in refused:
             print(printable(f"refused   {each.what}: {each.reason}"))
-        print(f"stored in {folder}", *([f"native: {kernel}"] if kernel else []), sep="\n")
+        print(f"stored in {folder}")
     return 1 if refused else 0
 
 
@@ -64,28 +59,6 @@ def _counts(found: Sequence[Outcome]) -> dict[str, int]:
 
 def _reasons(found: Sequence[Outcome]) -> list[dict[str, str]]:
     return [{"what": each.what, "reason": each.reason} for each in found if each.how == "refused"]
-
-
-def _native(silicons: set[str]) -> str | None:
-    """Compile the kernel of `native` if decisions of this processor run by it, so that no call waits for that.
-
-    Returns:
-        What runs then, or why nothing can; None where no decision needs it.
-    """
-    if not silicons:
-        return None
-    from attn_dispatch.kernels.native import library
-    from attn_dispatch.machine.hardware import silicon
-
-    chip = silicon("cpu").rpartition("-")[0]  # without the number of threads
-    if chip not in {each.rpartition("-")[0] for each in silicons}:
-        return None
-    with suppress(ImportError, BackendFailed):
-        if not library.is_compiled():
-            print("attn-dispatch import: compiling native, which takes up to a minute", file=sys.stderr)
-        library.load()
-        library.keep()
-    return library.in_use()
 
 
 def _decisions(name: str) -> Iterator[Decision | Refused]:
@@ -111,8 +84,7 @@ def _outcome(found: Decision | Refused, store: Store) -> Outcome:
         why = "its key is not that of its problem"
     try:
         if not why:
-            how = store.add(from_elsewhere(found, "imported"))
-            return Outcome(how, native=found.silicon if found.choice == "native" else "")
+            return Outcome(store.add(from_elsewhere(found, "imported")))
     except OSError as error:
         why = f"cannot be stored: {error.strerror or error}"
     except Damaged as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import refuse_second_derivatives
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
-from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture
+from attn_dispatch.kernels.device_cache import DeviceCache, refuse_capture, refuse_compiling
 from attn_dispatch.kernels.flex.data import (
     NO_DATA,
     DataTables,
@@ -192,6 +192,7 @@ class CompiledAttention:
         function = self.functions.get(kind)
         if function is not None:
             return function(*inputs, data.counted, data.lists)
+        refuse_compiling("the function of flex_attention for this call")
         function = self.made(data.repeated)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about the compiler's internals

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attn_dispatch import process_state
-from attn_dispatch.errors import BackendFailed
+from attn_dispatch.errors import BackendFailed, NotDecided
+from attn_dispatch.kernels.device_cache import refuse_compiling
 from attn_dispatch.kernels.native.variants import SOURCE, VARIANTS, build, digest
 from attn_dispatch.log import logger
 from attn_dispatch.machine import code_folder
@@ -191,7 +192,7 @@ def _library() -> Path:
         return there
     try:
         return _build()
-    except BackendFailed as error:
+    except (BackendFailed, NotDecided) as error:
         with suppress(ImportError):
             path = prebuilt().path
             logger.warning("%s; the package's library runs instead", error)
@@ -245,6 +246,7 @@ def _own_folder() -> Path:
 
 def _build() -> Path:
     """Compile into the first folder that this user alone can write to, or into one of this process."""
+    refuse_compiling(f"{_file()} of native")
     say = logger.warning if mode() == "locked" else logger.info  # a server's first request waits for it
     say("compiling %s with %s, once on this machine", _file(), " ".join(compiler()))
     folder = code_folder.writable(NAME) or _own_folder()

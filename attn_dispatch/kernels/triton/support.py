@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from attn_dispatch import process_state
+from attn_dispatch import process_state, settings
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
+from attn_dispatch.kernels.device_cache import refuse_compiling
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.kernels.triton.blocks import (
     HEAD_DIM_LIMIT,
@@ -329,9 +330,18 @@ def launch(
     """Launch a kernel; `programs`: their number, which may be 0."""
     others = (*others, Meta(*map(import_module("triton.language").constexpr, meta)))
     options = {"num_warps": warps, "num_stages": stages, **FUSED}
+    if not settings.compiles():
+        knobs: Any = import_module("triton.knobs")
+        knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook or _asked
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = kernel[(programs,)](tensors, *others, **options) if programs else None
         return Launch(kernel, compiled, programs, device, others, options)
+
+
+def _asked(*, fn: Any, **more: Any) -> None:
+    """Whether a kernel may be compiled: a hook of Triton's, called where this process has not compiled or loaded it."""
+    if fn.module.startswith(__package__):
+        refuse_compiling(f"Triton's kernel {fn.name} for this call")
 
 
 def in_fitting_block(
