@@ -78,10 +78,7 @@ def profile(
     if isinstance(problems, str | os.PathLike):
         uses = read_record(problems)
         problems, weights = list(uses), weights_of_uses(uses) if weights is None else weights
-    problem_list: list[Any] = list(problems) if isinstance(problems, Iterable) else [problems]
-    for problem in problem_list:
-        if not isinstance(problem, Problem):
-            raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
+    problem_list = checked_problems(problems)
     shares = _checked_weights(weights, len(problem_list))
     end = None if budget_s is None else time.monotonic() + budget_s
     found: Explanations = {}
@@ -93,6 +90,15 @@ def profile(
             if report is not None:
                 report(index, found[index])
     return [found[index] for index in range(len(problem_list))]
+
+
+def checked_problems(problems: object) -> list[Problem]:
+    """The problems as a list. Raises InvalidInput: there is something else."""
+    found: list[Any] = list(problems) if isinstance(problems, Iterable) else [problems]
+    for problem in found:
+        if not isinstance(problem, Problem):
+            raise InvalidInput(f"problems must be Problems, or a file that record() wrote, got {problem!r}")
+    return found
 
 
 def _measured_for(problem: Problem) -> Problem:

@@ -20,7 +20,7 @@ from attn_dispatch.decisions import decide, trial_limits
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
-from attn_dispatch.profiling import as_called, progress_bar
+from attn_dispatch.profiling import as_called, checked_problems, progress_bar
 from attn_dispatch.recording import read_record
 from attn_dispatch.settings import cache_folder, mode
 from attn_dispatch.spec.problem import Problem
@@ -81,9 +81,9 @@ def warm(
         problems, _ = stored_problems()
     elif isinstance(problems, str | os.PathLike):
         problems, _ = problems_in(problems)
-    each_problem, found = list(problems), list[Warmed]()
-    with progress_bar("warming", len(each_problem), progress) as advance:
-        for problem in each_problem:
+    plain, found = checked_problems(problems), list[Warmed]()
+    with progress_bar("warming", len(plain), progress) as advance:
+        for problem in plain:
             found.append(_warmed(problem))
             advance(str(problem))
             if report is not None:
@@ -151,7 +151,7 @@ def _of_this_machine(decisions: Iterable[Decision | Refused]) -> Problems:
 
 
 def folders() -> dict[str, str]:
-    """Where what was compiled lies, by the variable that names it; of compilers that this process has used."""
+    """Where compiled code lies, by the variable that names each folder, where it is set or its compiler loaded."""
     found = {"ATTN_DISPATCH_CACHE_DIR": str(cache_folder())}
     found |= {name: os.environ[name] for name in FOLDERS if name in os.environ}
     knobs: Any = sys.modules.get("triton.knobs")

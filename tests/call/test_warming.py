@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters as of_torch
 from attn_dispatch import Window, attend, counters, profile, record, register, warm
 from attn_dispatch.errors import BackendFailed, InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.flex import attention
+from attn_dispatch.kernels.device_cache import refuse_compiling
 from attn_dispatch.kernels.native import library
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.orders import NATURAL
@@ -99,7 +99,7 @@ def test_undecided_problems_are_named_once_the_others_are_warm(planted: Planted)
 def test_a_backend_that_fails_keeps_no_other_from_getting_warm(
     planted: Planted, set_mode: Callable[[str], None]
 ) -> None:
-    broken = Planted(lambda *_, **__: 1 / 0, name="broken")  # type: ignore[arg-type, return-value]
+    broken = Planted(lambda *_, **__: 1 / 0, name="broken")  # type: ignore[arg-type]
     register(broken)
     decide(problem(15), "broken")
     set_mode("locked")  # in others, calls would measure the new one at the other problem
@@ -129,6 +129,12 @@ def test_decisions_of_other_machines(
     forget()
     attend(*qkv(19), PATTERN)
     assert counters()["imported"] == 1
+
+
+def test_what_is_no_problem_is_named() -> None:
+    for wrong in (3, [problem(), "x"]):
+        with pytest.raises(InvalidInput, match=r"problems must be Problems, or a file .*, got [3'x]+$"):
+            warm(wrong)  # type: ignore[arg-type]
 
 
 def test_the_mode_off_reads_no_decision(set_mode: Callable[[str], None]) -> None:
@@ -190,8 +196,9 @@ def test_flex_compiles_in_no_call(order: str, monkeypatch: pytest.MonkeyPatch) -
             attend(*qkv(), **pattern)
     warm([of], progress=False)
     attend(*qkv(), **pattern)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv())
     with pytest.raises(NotDecided):  # other strides are other inputs
-        attend(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv()), **pattern, backend="flex", order=order)
+        attend(q, k, v, **pattern, backend="flex", order=order)
     monkeypatch.setenv("ATTN_DISPATCH_MODE", "predict")
     attend(*qkv(18), **pattern, backend="flex")
 
@@ -222,7 +229,7 @@ def test_trials_compile(copying_compiler: Path) -> None:
 def test_a_wrong_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_DISPATCH_COMPILE", "no")
     with pytest.raises(InvalidInput, match=r"\$ATTN_DISPATCH_COMPILE must be one of always, never, got 'no'"):
-        attention.refuse_compiling("anything")
+        refuse_compiling("anything")
 
 
 # --- compiled code, counted -------------------------------------------------------------------------------------------

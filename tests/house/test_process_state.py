@@ -19,6 +19,7 @@ HELD = {
     "decisions.decide._deciding",
     "decisions.call._observers",
     "kernels.device_cache._captured",
+    "kernels.device_cache._compiling",
     "kernels.registry._guards",
     "private.NAMES",
     "ring.link._links",

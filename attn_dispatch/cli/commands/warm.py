@@ -1,5 +1,5 @@
-"""Run each problem once, by its stored decision, so that what this compiles lies where later processes find it: in the
-folders that are printed. Set $TORCHINDUCTOR_CACHE_DIR and $TRITON_CACHE_DIR to folders that stay."""
+"""Run each problem once, by its stored decision, so that later processes find what this compiles: in the folders that
+are printed. Set $TORCHINDUCTOR_CACHE_DIR and $TRITON_CACHE_DIR to folders that stay."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ EXAMPLE = """examples:
   attn-dispatch warm
       all decisions of this machine, for as many threads as this process has
   attn-dispatch warm problems.jsonl
-      the problems that record("problems.jsonl") wrote in a run, once 'profile --from' has measured them
-
-Exit code 1 if a problem has no decision, or cannot be run."""
+      those that record("problems.jsonl") wrote in a run, once 'profile --from' has measured them
+      exit code 1 if one has no decision, or fails"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
