@@ -55,9 +55,9 @@ def expected(
     for row, documents in enumerate(ids):
         for each in documents.unique_consecutive():
             where = (documents == each).nonzero().flatten()
-            counts = pattern.multiplicity(len(where), heads=HEADS).double()
+            counts = pattern.multiplicity(len(where), heads=q.shape[2]).double()
             counts = counts if key_mask is None else counts * key_mask[row, where]
-            keys, values = (x[row, where].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+            keys, values = (x[row, where].repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (k, v))
             scores = HEAD_DIM**-0.5 * torch.einsum("ihd,jhd->hij", q[row, where], keys) + counts.log()
             if sink is not None:
                 scores = torch.cat([scores, sink[:, None, None].expand(HEADS, len(where), 1)], -1)
