@@ -13,6 +13,9 @@ import pytest
 #: Examples of a property: in every run, and with --rest or --all.
 EXAMPLES = {"chosen": 20, "full": 100}
 
+#: What takes a minute or so: a process that had such a test left at the end would run alone.
+LONG = ("test_native_sanitized", "test_native_builds", "test_flex", "test_gpu_check")
+
 LEFT = pytest.StashKey[int]()  #: how many cases this run leaves out
 
 gc.set_threshold(100_000)  # millions of objects are made while tests are collected, and few become free
@@ -57,11 +60,12 @@ def _runs(config: pytest.Config, item: pytest.Item) -> bool:
 
 @pytest.hookimpl(trylast=True)  # Hypothesis has marked its tests then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that is named is run; of a file or a folder, what is chosen."""
+    """A test that is named is run; of a file or a folder, what is chosen, long tests first."""
     if any("::" in each for each in config.args):
         return
-    left = [item for item in items if not _runs(config, item)]
-    items[:] = [item for item in items if _runs(config, item)]
+    runs = {item: _runs(config, item) for item in items}
+    left = [item for item in items if not runs[item]]
+    items[:] = sorted((item for item in items if runs[item]), key=lambda item: item.path.stem not in LONG)
     config.hook.pytest_deselected(items=left)
     config.stash[LEFT] = len(left)
     output: Any = getattr(config, "workeroutput", None)

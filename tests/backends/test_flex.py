@@ -421,7 +421,7 @@ def test_compiled_with_data_up_to_the_cuda_kernel(form: Pattern, monkeypatch: py
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", OF_DATA[1:4], ids=str)
+@pytest.mark.parametrize("form", OF_DATA[1:3], ids=str)
 def test_compiled_with_data(form: Pattern) -> None:
     """Two compilations serve all tensors: those by which no key is seen twice have a kernel without logarithms."""
     before = graphs()

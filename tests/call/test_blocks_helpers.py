@@ -18,7 +18,7 @@ from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import drawn
 
 ignored = "ignore:flex_attention called without torch.compile", "ignore:Sparse BSR"
-pytestmark = [pytest.mark.usefixtures("short_trials"), pytest.mark.filterwarnings(*ignored)]
+pytestmark = [pytest.mark.usefixtures("no_trials"), pytest.mark.filterwarnings(*ignored)]
 
 HEADS, KV_HEADS, LENGTH = 4, 2, 22
 GRIDS = [((12,), 2, 8), ((6, 5), (2, 1), (6, 3)), ((4, 4, 6), 2, (4, 2, 6))]

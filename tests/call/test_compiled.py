@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support.calls import close, forget, formula, qkv
 from tests.support.graphs import PATTERNS, aot, attended, compile_, differentiated, exact
 from tests.support.pairwise import crossed, thinned
 
-pytestmark = pytest.mark.usefixtures("little_time", "fresh_compiler")
+pytestmark = pytest.mark.usefixtures("little_time", "no_trials", "fresh_compiler")
 
 
 @crossed(
@@ -82,7 +83,8 @@ def test_patterns_made_inside_the_compiled_function() -> None:
     assert counter.frame_count <= 2
 
 
-def test_another_decision_is_no_other_graph() -> None:
+def test_another_decision_is_no_other_graph(set_mode: Callable[[str], None]) -> None:
+    set_mode("tune")
     counter = CompileCounter()
     compiled = compile_(attend, fullgraph=True, backend=counter)
     compiled(*qkv())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import drawn, formula
 from tests.support.pairwise import crossed, thinned
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 60, 4, 2, 16
 IDS = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -113,7 +114,9 @@ def test_values_of_another_width(pattern: Pattern, layout: str, width: int) -> N
     torch.testing.assert_close(found, expected)
 
 
-def test_widths_are_explained_as_computed() -> None:
+@pytest.mark.usefixtures("short_trials")
+def test_widths_are_explained_as_computed(set_mode: Callable[[str], None]) -> None:
+    set_mode("tune")
     q, k, v = tensors(width=40)
     attend(q, k, v)
     found = explain(q, k, v)

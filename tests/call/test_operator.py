@@ -28,7 +28,7 @@ from tests.support.flaws import Planted
 from tests.support.graphs import OP, PATTERNS, Called, aot, attended, exact
 from tests.support.pairwise import crossed, thinned
 
-pytestmark = pytest.mark.usefixtures("little_time", "fresh_compiler")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_trials", "fresh_compiler")
 
 
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="this PyTorch has no such tag")

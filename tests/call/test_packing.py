@@ -24,7 +24,7 @@ from attn_dispatch.store.folder import Store
 from tests.support.calls import counted, forget
 from tests.support.pairwise import crossed
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 60, 4, 2, 16
 #: Of equal lengths, of others, and a row of one document.
@@ -55,9 +55,9 @@ def expected(
     for row, documents in enumerate(ids):
         for each in documents.unique_consecutive():
             where = (documents == each).nonzero().flatten()
-            counts = pattern.multiplicity(len(where), heads=HEADS).double()
+            counts = pattern.multiplicity(len(where), heads=q.shape[2]).double()
             counts = counts if key_mask is None else counts * key_mask[row, where]
-            keys, values = (x[row, where].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+            keys, values = (x[row, where].repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (k, v))
             scores = HEAD_DIM**-0.5 * torch.einsum("ihd,jhd->hij", q[row, where], keys) + counts.log()
             if sink is not None:
                 scores = torch.cat([scores, sink[:, None, None].expand(HEADS, len(where), 1)], -1)
@@ -173,7 +173,9 @@ def test_where_no_query_is_selected(q_len: int, pattern: Dilated, backend: str) 
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"pattern": Dilated((64, 256), (1, 2), is_causal=True)}])
-def test_a_growing_cache_shares_decisions(options: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("short_trials")
+def test_a_growing_cache_shares_decisions(options: dict[str, Any], set_mode: Callable[[str], None]) -> None:
+    set_mode("tune")
     q, k, v = (x.detach().float() for x in tensors(length=200, batch=1))
     for length in range(33, 200, 6):
         attend(q[:, length - 1 : length], k[:, :length], v[:, :length], **options)
@@ -221,7 +223,11 @@ def test_unseen_tokens_of_a_grid(pattern: Neighborhood) -> None:
         assert torch.equal(pattern.seen(torch.arange(q_len), q_len, length, ()), seen)
 
 
-def test_where_the_shared_choice_cannot_run_a_length_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_trials")
+def test_where_the_shared_choice_cannot_run_a_length_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, set_mode: Callable[[str], None]
+) -> None:
+    set_mode("tune")
     q, k, v = (x.detach().float() for x in tensors(batch=1))
     monkeypatch.setattr(unmeasured, "can_run", lambda problem, name: False)
     for length in (40, 50):

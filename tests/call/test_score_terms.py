@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from tests.support.score_terms import (
     terms,
 )
 
-pytestmark = pytest.mark.usefixtures("short_trials", "triton_interpreter")
+pytestmark = pytest.mark.usefixtures("no_trials", "triton_interpreter")
 
 BACKENDS = ("manual", "sdpa_mask", "native", "flex", *["triton"] * INTERPRETED)
 
@@ -77,7 +78,12 @@ def test_others_refuse_by_name(name: str) -> None:
     assert explanation.choice != "sdpa"
 
 
-def test_a_plugin_that_does_not_declare_them_is_not_asked() -> None:
+@pytest.mark.usefixtures("short_trials")
+def test_a_plugin_that_does_not_declare_them_is_not_asked(
+    set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_mode("tune")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which takes seconds in a trial
     plugin = Plugin()
     register(plugin)
     q, k, v = (x.detach() for x in tensors(torch.float32))

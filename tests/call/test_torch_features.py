@@ -26,7 +26,7 @@ from tests.support.calls import close, counted, formula, precision, qkv
 from tests.support.pairwise import crossed
 from tests.support.planted import Planted, right
 
-pytestmark = pytest.mark.usefixtures("little_time")
+pytestmark = pytest.mark.usefixtures("short_trials")
 
 
 # --- autocast ---------------------------------------------------------------------------------------------------------

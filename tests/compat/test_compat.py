@@ -19,7 +19,7 @@ from attn_dispatch.spec.problem import Problem
 from tests.support.calls import close, drawn, formula
 from tests.support.pairwise import crossed
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, added: Tensor | float = 0.0, cap: float = 0.0) -> Any:

@@ -16,7 +16,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
 from tests.support.calls import drawn
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 Axes = tuple[int, ...]
 

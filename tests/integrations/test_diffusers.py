@@ -18,7 +18,7 @@ from attn_dispatch.errors import InvalidInput
 from tests.support import diffusion
 from tests.support.diffusion import assert_equal, computed, diffusers, integration, registry
 
-pytestmark = pytest.mark.usefixtures("short_trials", "same_diffusers")
+pytestmark = pytest.mark.usefixtures("no_trials", "same_diffusers")
 
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "flux": diffusion.flux,

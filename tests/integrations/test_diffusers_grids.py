@@ -17,7 +17,7 @@ from tests.support.diffusion import FLUX_GRID, FLUX_TEXT, WAN_GRID, assert_equal
 grids: Any = importlib.import_module("attn_dispatch.integrations.diffusers_grids")
 neighborhood: Any = integration.neighborhood
 
-pytestmark = pytest.mark.usefixtures("short_trials", "same_diffusers")
+pytestmark = pytest.mark.usefixtures("no_trials", "same_diffusers")
 
 DEFAULTS = {"dilation": 1, "is_causal": False, "edges": "clip", "stride": 1}
 WAN: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from tests.support import diffusion
 from tests.support.diffusion import FLUX_GRID, WAN_GRID, computed, diffusers, integration
 from tests.support.ring_ranks import Ranks
 
-pytestmark = pytest.mark.usefixtures("short_trials", "same_diffusers")
+pytestmark = pytest.mark.usefixtures("no_trials", "same_diffusers")
 
 OLD = tuple(map(int, diffusers.__version__.split(".")[:2])) < (0, 39)
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {

@@ -31,7 +31,7 @@ from tests.support.small_transformers import (
 
 from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 IMAGE = 98  #: the id of a token that stands for a part of an image
 VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

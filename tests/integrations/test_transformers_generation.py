@@ -26,7 +26,7 @@ from tests.support.small_transformers import (
 
 from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 GENERATING: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -27,7 +27,7 @@ from tests.support.small_transformers import (
     using,
 )
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 
 #: Attention layers: of an encoder, a decoder and across, two each; CLIP has two encoders.

@@ -14,7 +14,7 @@ from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import close, drawn, formula
 
-pytestmark = pytest.mark.usefixtures("short_trials")
+pytestmark = pytest.mark.usefixtures("no_trials")
 
 WITHIN = [Dilated((6, 22), (1, 4)), Dilated((6, 22), (1, 2), heads="split"), Neighborhood((2, 11), (1, 5))]
 
