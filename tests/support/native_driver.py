@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from attn_dispatch.kernels import registry
+from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import data_tables, library, run
 from attn_dispatch.kernels.native.tables import NativeTables
 from attn_dispatch.kernels.native.variants import FLAGS, SOURCE
@@ -52,7 +52,7 @@ class Program:
         monkeypatch.setattr(run.NativePasses, "args", args)
         monkeypatch.setattr(library, "load", lambda: found)
         # Their arguments are passed in another way.
-        monkeypatch.setattr(registry.load("native"), "specialized", None)
+        monkeypatch.setattr(native, "specialized", None)
         monkeypatch.setattr(data_tables, "specialized", lambda *_: None)
         return found
 
