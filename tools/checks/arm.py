@@ -33,8 +33,9 @@ from tests.support.native_driver import Program
 from tools.lib.common import parser, write
 from tools.lib.tables import Table
 
-TAKES = "15 minutes"
+TAKES = "5 minutes"
 COMPILER, EMULATORS = "aarch64-linux-gnu-g++", ("qemu-aarch64", "qemu-aarch64-static")
+#: Cases whose hard cases are run, one for each kind of pattern.
 HARD = ("dense-grouped", "causal", "window-causal", "longnet-causal", "neighborhood-2d", "ranges", "blocks")
 
 
