@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def _threads_for(problem: Problem) -> Iterator[None]:
     """
     entries = problem.batch * problem.head_dim * max(problem.q_len * problem.heads, problem.k_len * problem.kv_heads)
     count = getattr(_openmp, "omp_get_max_threads", None)  # missing in a PyTorch without OpenMP
-    if _openmp is None or count is None or entries > ONE_THREAD:
+    if count is None or entries > ONE_THREAD:
         yield
         return
     before = count()
@@ -63,7 +64,7 @@ def _threads_for(problem: Problem) -> Iterator[None]:
         _openmp.omp_set_num_threads(before)
 
 
-_openmp = None if sys.platform == "win32" else ctypes.CDLL(None)
+_openmp: Any = None if sys.platform == "win32" else ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
