@@ -53,21 +53,22 @@ def installed(distribution: str) -> str | None:
 @cache
 def _installed(_cxx: str | None, search: tuple[str, ...]) -> tuple[object, ...]:
     own = os.path.dirname(os.path.dirname(__file__))
+    # Not in `own` where git has made no link of it, as on Windows.
+    backends = importlib.import_module("attn_dispatch.backends").__path__[0]
     # Not all of sys.path: it includes the script's own folder, which changes for any reason.
     folders = [folder for folder in search if os.path.basename(os.path.normpath(folder)) in PLACES]
     with suppress(ImportError):  # there is no compiler
         folders += map(os.path.realpath, compiler())
     libraries = tuple(map(installed, LIBRARIES))
-    return sys.version, libraries, tuple(map(_stamp, folders)), tuple(_own_files(own))
+    return sys.version, libraries, tuple(map(_stamp, folders)), tuple(_own_files(own, backends))
 
 
-def _own_files(own: str) -> Iterator[object]:
+def _own_files(own: str, backends: str) -> Iterator[object]:
     """The names of the backends' files and of compiled libraries, and the code that versions hold a digest of.
 
     An editable installation changes it in place, and a copy may keep its times.
     """
-    # Not a folder in `own` where git has made no link of it, as on Windows.
-    yield from sorted(os.listdir(importlib.import_module("attn_dispatch.backends").__path__[0]))
+    yield from sorted(os.listdir(backends))
     native = [("native", (".cpp", "variants.py")), ("native/attention", (".h",)), ("native/attention/arm", (".h",))]
     for folder, ends in (("triton", (".py",)), *native):
         path = os.path.join(own, "kernels", folder)

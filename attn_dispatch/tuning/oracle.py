@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,13 @@ def _threads_for(problem: Problem) -> Iterator[None]:
     cores too. OpenMP has this setting for each thread.
     """
     entries = problem.batch * problem.head_dim * max(problem.q_len * problem.heads, problem.k_len * problem.kv_heads)
+<<<<<<< HEAD
     library = openmp()
     if library is None or entries > ONE_THREAD:
+=======
+    count = getattr(_openmp, "omp_get_max_threads", None)  # missing in a PyTorch without OpenMP
+    if count is None or entries > ONE_THREAD:
+>>>>>>> systems38
         yield
         return
     before = library.omp_get_max_threads()
@@ -59,7 +65,14 @@ def _threads_for(problem: Problem) -> Iterator[None]:
     try:
         yield
     finally:
+<<<<<<< HEAD
         library.omp_set_num_threads(before)
+=======
+        _openmp.omp_set_num_threads(before)
+
+
+_openmp: Any = None if sys.platform == "win32" else ctypes.CDLL(None)
+>>>>>>> systems38
 
 
 @dataclass(frozen=True, slots=True)

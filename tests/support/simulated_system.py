@@ -72,7 +72,8 @@ def simulate(system: str) -> None:
     if system == "win32":
         be_windows()
     hide_folders()
-    vars(ctypes)["CDLL"] = type("CDLL", (ctypes.CDLL,), {"__init__": _loading(system), "__getattr__": _found})
+    loader: Any = ctypes
+    loader.CDLL = type("CDLL", (ctypes.CDLL,), {"__init__": _loading(system), "__getattr__": _found})
     for name in MODULES[system]:
         sys.modules[name] = None  # type: ignore[assignment]
 
@@ -144,7 +145,8 @@ def be_windows() -> None:
     remove(OF_UNIX)
     for name in ("replace", "rename", "unlink", "remove"):
         setattr(os, name, unless_in_use(getattr(os, name)))
-    vars(os).update(open=open_binary, utime=utime, O_BINARY=O_BINARY)
+    for name, instead in {"open": open_binary, "utime": utime, "O_BINARY": O_BINARY}.items():
+        setattr(os, name, instead)
 
 
 def _link(path: str, readlink: Callable[[str], str]) -> str:
