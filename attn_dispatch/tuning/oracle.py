@@ -51,13 +51,8 @@ def _threads_for(problem: Problem) -> Iterator[None]:
     cores too. OpenMP has this setting for each thread.
     """
     entries = problem.batch * problem.head_dim * max(problem.q_len * problem.heads, problem.k_len * problem.kv_heads)
-<<<<<<< HEAD
     library = openmp()
     if library is None or entries > ONE_THREAD:
-=======
-    count = getattr(_openmp, "omp_get_max_threads", None)  # missing in a PyTorch without OpenMP
-    if count is None or entries > ONE_THREAD:
->>>>>>> systems38
         yield
         return
     before = library.omp_get_max_threads()
@@ -65,14 +60,7 @@ def _threads_for(problem: Problem) -> Iterator[None]:
     try:
         yield
     finally:
-<<<<<<< HEAD
         library.omp_set_num_threads(before)
-=======
-        _openmp.omp_set_num_threads(before)
-
-
-_openmp: Any = None if sys.platform == "win32" else ctypes.CDLL(None)
->>>>>>> systems38
 
 
 @dataclass(frozen=True, slots=True)
