@@ -55,7 +55,7 @@ LINES = {
     "api": 925,
     "backends": 2045,
     "base": 450,
-    "calls": 1095,
+    "calls": 1090,
     "cli": 3020,
     "compat": 510,
     "decisions": 2300,
@@ -67,13 +67,13 @@ LINES = {
     "nn": 1585,
     "profiles": 10,
     "ring": 3960,
-    "spec": 2850,
+    "spec": 2820,
     "store": 1500,
     "testing": 910,
     "tuning": 3780,
 }
-BESIDE = {"tests": 36_840, "tools": 6600}  #: the same for the folders beside the package
-PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
+BESIDE = {"tests": 36_900, "tools": 6600}  #: the same for the folders beside the package
+PACKAGE = 38_850  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
