@@ -23,12 +23,12 @@ from attn_dispatch.calls.widths import is_empty, unequal
 from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
-from attn_dispatch.private import forward_ad, mode_count
+from attn_dispatch.private import deterministic_or_warning, forward_ad, mode_count, only_warning
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call
-from attn_dispatch.spec.torch_settings import current_flash, deterministic_or_warning, matmul_precision, only_warning
+from attn_dispatch.spec.torch_settings import current_flash, matmul_precision
 
 _grad_enabled, _threads = torch.is_grad_enabled, torch.get_num_threads  # looked up once
 

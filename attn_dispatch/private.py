@@ -109,7 +109,6 @@ if of_torch("torch.autograd.forward_ad:_current_level", None) is None:
     forward_ad = SimpleNamespace(_current_level=0)
 #: Negative where this thread runs no backward pass.
 graph_task: Callable[[], int] = of_torch("torch._C:_current_graph_task_id", lambda: 0)
-hooks_are_allowed: Callable[[], bool] = of_torch("torch._C:_autograd._saved_tensors_hooks_is_enabled", lambda: True)
 #: Raised by torch.utils.checkpoint to end a recomputation early; InvalidInput in versions of torch without it.
 CheckpointStop: type[Exception] = of_torch("torch.utils.checkpoint:_StopRecomputationError", InvalidInput)
 

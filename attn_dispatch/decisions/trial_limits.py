@@ -52,7 +52,20 @@ def in_backward() -> bool:
 
 def cannot_measure(device: torch.device) -> bool:
     """Whether calls are captured, traced or transformed, so that nothing can be timed."""
-    return capturing(device) or tracing.is_traced() or not private.hooks_are_allowed()
+    return capturing(device) or tracing.is_traced() or _forbids_hooks()
+
+
+def _forbids_hooks() -> bool:
+    """Whether saved-tensor hooks are forbidden, as they are inside the transforms of torch.func that take gradients."""
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            return False
+    except RuntimeError:
+        return True
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @contextmanager
@@ -61,13 +74,10 @@ def isolated(device: torch.device) -> Iterator[None]:
     device and dispatch modes.
     """
 
-    def identity(tensor: Tensor) -> Tensor:
-        return tensor
-
     with (
         without_autocast(device.type),
         torch.inference_mode(False),
-        torch.autograd.graph.saved_tensors_hooks(identity, identity),
+        torch.autograd.graph.saved_tensors_hooks(_same, _same),
         private.without_modes(),
         _on_cpu(),
         compiling(),

@@ -16,11 +16,13 @@ from torch.nn import functional
 
 from attn_dispatch import private, process_state
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.private import VMAP, forward_ad, is_transformed, modes, transforms
+from attn_dispatch.private import VMAP, forward_ad, modes, transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _operator = threading.local()
+_unpacked: Any = torch.autograd.forward_ad.unpack_dual  #: without types
+is_transformed = private.is_transformed  #: whether a transform of torch.func is active; torch.compile traces this
 _SDPA = functional.scaled_dot_product_attention
 _jit_traces: Callable[[], bool] = getattr(torch.jit, "is_tracing")  # noqa: B009 - not exported, to type checkers
 
@@ -156,7 +158,7 @@ def has_tangents(*tensors: object) -> bool:
     if forward_ad._current_level < 0:
         return False
     given = (x for x in tensors if isinstance(x, Tensor))
-    return is_transformed() or any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in given)
+    return is_transformed() or any(_unpacked(x).tangent is not None for x in given)
 
 
 def _wrapped(x: object) -> bool:

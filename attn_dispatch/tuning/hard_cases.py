@@ -329,13 +329,13 @@ def nan_memory(problem: Problem, *, in_torch: bool) -> Iterator[None]:
     _free_nan_blocks(problem)
     # Where a mode cannot ignore compiler internals, code that first runs under one is never compiled.
     if in_torch and hasattr(DispatchMode, "ignore_compile_internals"):
-        with _NanFactories():  # type: ignore[no-untyped-call]
+        with _NanFactories():
             yield
     else:
         yield
 
 
-class _NanFactories(DispatchMode):
+class _NanFactories(DispatchMode):  # type: ignore[misc]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # By default PyTorch wraps the method below so that its first call loads torch._dynamo, for a second or more.
