@@ -53,27 +53,27 @@ MOST_FILES = 12  #: of a room: one with more is about more than one thing; backe
 #: lines for anything else takes others away.
 LINES = {
     "api": 925,
-    "backends": 2045,
+    "backends": 2095,
     "base": 300,
-    "calls": 1095,
+    "calls": 1145,
     "cli": 3020,
     "compat": 510,
     "decisions": 2300,
     "entry": 115,
     "integrations": 1410,
-    "kernels": 10600,  # with parts that two backends share
+    "kernels": 10640,  # with parts that two backends share
     "learning": 970,
     "machine": 1020,
     "nn": 1585,
     "profiles": 10,
     "ring": 3960,
-    "spec": 2850,
+    "spec": 2925,
     "store": 1500,
     "testing": 910,
     "tuning": 3780,
 }
-BESIDE = {"tests": 36_800, "tools": 6600}  #: the same for the folders beside the package
-PACKAGE = 38_750  #: lines of all rooms together; masks made of data took 2,200
+BESIDE = {"tests": 37_200, "tools": 6600}  #: the same for the folders beside the package
+PACKAGE = 38_970  #: lines of all rooms together; masks made of data took 2,400
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
