@@ -114,6 +114,8 @@ def test_blocks_of_flash_4() -> None:
     text, interface = (source_of("flash-attn-4", f"{path}/{each}.py") for each in ("block_sparsity", "interface"))
     assert signatures.fields_of(text, name) == list(libraries.BlockSparseTensorsTorch._fields)
     assert signatures.is_imported(interface, name)
+    given = {"block_sparse_tensors", "pack_gqa"}
+    assert given <= signatures.of_source(interface, "_flash_attn_fwd").parameters.keys()
 
 
 def test_the_cache_of_flash_4_has_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
