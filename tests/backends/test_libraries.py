@@ -481,7 +481,8 @@ def test_flash_4_over_blocks(
     """Ragged last blocks, queries without a block, keys that no query sees and that hold NaN."""
     backend = adapted(flash)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: capability)
-    monkeypatch.setattr(flash, "OVER_BLOCKS", on_cpu(flash.OVER_BLOCKS.variants[0]))
+    on_this = replace(on_cpu(flash.OVER_BLOCKS.variants[0]), also=flash4_package.refuse_blocks)
+    monkeypatch.setattr(flash, "OVER_BLOCKS", on_this)
     form = replace(BLOCKS, size=size, heads=heads, by_row=heads != "all")
     problem = Case("", form, (2, 400, 4, 16), k_len=600, kv_heads=2).problem(torch.float16, needs_grad=False)
     changed = problem, replace(problem, scale=-0.5), replace(problem, return_lse=False)

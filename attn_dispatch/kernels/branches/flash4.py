@@ -84,7 +84,7 @@ def queries_together(device: torch.device) -> int:
 def refuse_blocks(problem: Problem) -> list[Refusal]:
     """Why lists of tiles cannot say which keys are seen, or kernels take none."""
     form = problem.pattern
-    if not isinstance(form, BlocksForm) or problem.device.type != "cuda":
+    if not isinstance(form, BlocksForm):
         return []
     found = [Refusal("gradient", "computes blocks without gradients")] if problem.needs_grad else []
     if form.is_list:
