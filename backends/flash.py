@@ -23,11 +23,12 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches import flash4, hub
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
-from attn_dispatch.kernels.contract import Result
+from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture, refuse_compiling
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.kernels.numerics import with_positive_scale
+from attn_dispatch.spec.data import BlocksForm, Form
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.shapes import FEW_QUERIES
@@ -192,6 +193,24 @@ class Flash4(Generation):
         return {"softmax_scale": scale, "causal": is_causal, "softcap": self.softcap, **window, **self._lists()}
 
 
+@dataclass(frozen=True)
+class Flash4OfBlocks(Flash4):
+    """flash-attn 4 forward, over the blocks of a table; `lists` are those of `flash4.block_lists`.
+
+    Its lists of blocks in part, which need a function that masks them, are empty. A backward pass takes the transposed
+    lists, in other sizes for each head_dim, and was never held to float64 here.
+    """
+
+    lists: Tensors = ()
+    size: tuple[int, int] = (flash4.TILE, flash4.TILE)
+
+    def _options(self, is_causal: bool, scale: float) -> dict[str, Any]:
+        count, number = self.lists
+        some = torch.zeros_like(count), torch.zeros_like(number[..., :1])
+        blocks = flash4.library().BlockSparseTensorsTorch(*some, count, number, block_size=self.size)
+        return super()._options(is_causal, scale) | {"block_sparse_tensors": blocks, "pack_gqa": False}
+
+
 class Flash4OfBoth(Flash4):
     """flash-attn 4 where its backward pass takes the gradient of lse."""
 
@@ -225,6 +244,8 @@ FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LAR
 BLACKWELL_256 = flash4.BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False, softcap=False)
 # Those of Ampere, in less shared memory.
 GEFORCE = flash4.BLACKWELL._replace(dtypes=dict.fromkeys(HALF, (12, 0)), highest=(12, 1), repeatable_head_dim=0)
+
+BLOCKS = flash4.HOPPER._replace(highest=(11, 0), head_dim=128)
 
 PACKAGE2 = hub.build("flash_attn2") or Package(
     "flash-attn", "pip install 'attn-dispatch[flash]'", "flash_attn.flash_attn_interface", (2, 7)
@@ -276,17 +297,36 @@ BACKEND = Branched(
     ),
     version,
 )
+#: Of patterns that hold tensors.
+OVER_BLOCKS = Branched(
+    "flash", (Variant(BLOCKS, Flash4OfBlocks.of, "", flash4.PACKAGE, (BlocksForm,)),), version, flash4.refuse_blocks
+)
 
-name, refusals = BACKEND.name, BACKEND.refusals
-flops, workspace_bytes, partial = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.partial
+name, partial = BACKEND.name, BACKEND.partial
 run_documents, takes_documents = BACKEND.run_documents, BACKEND.takes_documents
-shares_builds = specialized_trains = True
+shares_builds = specialized_trains = takes_data = True
 score_terms = ("softcap",)
+
+
+def _for(problem: Problem) -> Branched:
+    return OVER_BLOCKS if isinstance(problem.pattern, Form) else BACKEND
+
+
+def refusals(problem: Problem) -> list[Refusal]:
+    return _for(problem).refusals(problem)
+
+
+def flops(problem: Problem) -> int:
+    return _for(problem).flops(problem)
+
+
+def workspace_bytes(problem: Problem) -> int:
+    return _for(problem).workspace_bytes(problem) + flash4.block_list_bytes(problem)
 
 
 def first_call_ms(problem: Problem, by_rows: bool = False) -> float:
     """Estimated compile time of flash-attn 4 with an empty cache; 0 if this process has such kernels."""
-    compiles = isinstance(BACKEND.kernel(problem), Flash4) and not is_noted(name, problem, by_rows)
+    compiles = isinstance(_for(problem).kernel(problem), Flash4) and not is_noted(name, problem, by_rows)
     return flash4.COMPILE_MS if compiles else 0.0
 
 
@@ -301,9 +341,21 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None,
     if first_call_ms(problem, by_rows):
         refuse_capture(problem.device)
         refuse_compiling("flash-attn 4's kernels for this call")
-    found = BACKEND.run(q, k, v, problem, **tensors) if key_lens is None else _by_rows(q, k, v, problem, key_lens)
+    if isinstance(problem.pattern, Form):
+        found = _over_blocks(q, k, v, problem, tensors["pattern_data"])
+    else:
+        found = BACKEND.run(q, k, v, problem, **tensors) if key_lens is None else _by_rows(q, k, v, problem, key_lens)
     note(name, problem, by_rows)
     return found
+
+
+def _over_blocks(q: Tensor, k: Tensor, v: Tensor, problem: Problem, data: Tensor) -> tuple[Tensor, Tensor]:
+    kernel, form = OVER_BLOCKS.kernel(problem), problem.pattern
+    assert isinstance(kernel, Flash4OfBlocks)
+    assert isinstance(form, BlocksForm)
+    kernel = replace(kernel, lists=flash4.block_lists(problem, data), size=(form.size[0], flash4.TILE))
+    q, problem = with_positive_scale(q, problem)
+    return kernel.forward(DenseCall(q, k, v, False, problem.scale))
 
 
 def _by_rows(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Tensor) -> tuple[Tensor, Tensor]:

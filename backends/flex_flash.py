@@ -68,7 +68,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) ->
 
 def block(problem: Problem) -> int:
     """Tokens per side of a block: two tiles of queries on Blackwell, where a program computes two."""
-    return attention.BLOCK * (2 if torch.cuda.get_device_capability(problem.device) >= (10, 0) else 1)
+    return flash4.queries_together(problem.device)
 
 
 _compiled = attention.kept(lambda problem, order: attention.made(problem, order, block(problem)))

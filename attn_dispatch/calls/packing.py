@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import private, process_state
-from attn_dispatch.calls.widths import is_empty, widths
+from attn_dispatch.calls.widths import is_empty, plain_call, widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, notify, observed, only, resolve
 from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_problem, lock, on_trial
@@ -28,14 +28,16 @@ from attn_dispatch.kernels.limits import LARGEST_GRID
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
-from attn_dispatch.spec.data import Blocks, DataPattern, Ranges
+from attn_dispatch.spec.data import Blocks, DataPattern, Ranges, derived
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_sink, without_autocast
+from attn_dispatch.spec.tracing import make_plain
 from attn_dispatch.store.decision import TIMED, Row
 
+MOST_KEPT = 8  #: lengths of documents by which a pattern's intervals are kept cut
 MOST_SLOWER = 2.0  #: of a backend that takes all documents at once, where the fastest does not
 
 
@@ -107,15 +109,27 @@ def of_data(call: Call) -> Rewritten | None:
     check_alone(call)
     if not isinstance(pattern, Ranges):
         raise InvalidInput(f"documents and cu_seqlens cannot be given with {kind}: let its table name the blocks")
+    if (plain := plain_call(call)) is not call:
+        return Rewritten([plain], only)  # the same in each document
     operators.check_whole(call)
     problem = Problem.of_call(call._replace(v=call.k), may_be_empty=True)  # values may have another width
     lengths = lengths_of(call, problem.batch, problem.q_len, problem.k_len)
     if call.q.numel():
-        ends = [torch.tensor(row).cumsum(0).repeat_interleave(torch.tensor(row)) for row in lengths]
-        sizes = [torch.tensor(row).repeat_interleave(torch.tensor(row)) for row in lengths]
-        high, size = (torch.stack(each).to(pattern.device) for each in (ends, sizes))
-        pattern = pattern.clipped(high - size, high - 1)
+        key, kept = tuple(map(tuple, lengths)), derived(pattern.data, "documents", dict[Any, Ranges])
+        if (found := kept.get(key)) is None:
+            found = make_plain(_cut_by, pattern, lengths)
+            with lock:
+                kept[key] = found
+                drop_oldest(kept, MOST_KEPT)
+        pattern = found
     return Rewritten([call.with_pattern(pattern, documents=None, cu_seqlens=None)], only)
+
+
+def _cut_by(pattern: Ranges, lengths: list[list[int]]) -> Ranges:
+    """The intervals within documents of these lengths."""
+    rows = [torch.tensor(row, device=pattern.device) for row in lengths]
+    high = torch.stack([row.cumsum(0).repeat_interleave(row) for row in rows])
+    return pattern.clipped(high - torch.stack([row.repeat_interleave(row) for row in rows]), high - 1)
 
 
 def _masked_after(call: Call, pattern: DataPattern) -> Rewritten:

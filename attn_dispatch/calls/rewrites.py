@@ -115,6 +115,7 @@ REWRITES: tuple[Callable[[Call], Rewritten | None], ...] = (
     widths.alignment,
     as_operator,
     packing.of_data,
+    widths.without_tensors,
     packing.key_lens,
     widths.widths,
     over_mesh,

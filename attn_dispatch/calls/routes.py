@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.calls.tensor_match import Fits, fits
+from attn_dispatch.calls.widths import plain_call
 from attn_dispatch.decisions import decide, unmeasured
 from attn_dispatch.decisions.call import ResolvedCall, made
 from attn_dispatch.decisions.trial_limits import cannot_measure
@@ -74,28 +75,31 @@ process_state.register(process_state.ROUTES, routes.clear)
 process_state.register(process_state.ON_DEVICE, routes.clear)
 
 
-def route_of_data(call: Call, pattern: DataPattern, key: Any) -> tuple[Any, Route | None]:
-    """The key of a call with the facts of its pattern's tensors in place of these; and its route, if there is one.
+def route_of_data(call: Call, pattern: DataPattern, key: Any) -> tuple[Call, Any, Route | None]:
+    """The call as `plain_call` has it; its key with the facts of the tensors in place of these; and its route, if there
+    is one.
 
     Its calls are checked as the first one was; what depends on shapes and devices alone is in the key.
     """
     if call.q.ndim != 4 or call.k.ndim != 4 or call.layout not in LAYOUTS:
-        return None, None  # which raises
+        return call, None, None  # which raises
     n, h = call.layout.index("n"), call.layout.index("h")
     k_len = call.k.shape[n]
     form = pattern.form(k_len, call.q.shape[h], call.k.shape[h])
-    key = *key[:2], (form, pattern.data.shape, pattern.device), *key[3:]
+    call = plain_call(call)
+    plain = None if call.pattern is pattern else call.pattern
+    key = *key[:2], (form, pattern.data.shape, pattern.device, plain), *key[3:]
     try:
         route = routes.get(key)
     except TypeError:  # another argument is a list
-        return None, None
+        return call, None, None
     while route is not None and not (
         route.fits(*call.qkv) and (route.precision is None or route.precision == matmul_precision())
     ):
         route = route.next_route
     if route is not None:
         pattern.check(call.q.shape[n], k_len)
-    return key, route
+    return call, key, route
 
 
 def new_route(call: Call, key: Any) -> Route:

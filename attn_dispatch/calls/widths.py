@@ -1,4 +1,6 @@
-"""Calls that no backend sees as they are: values of another width than keys, another alignment, empty sequences."""
+"""Calls that no backend sees as they are: values of another width than keys, another alignment, empty sequences,
+patterns whose tensors say no more than another pattern.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from attn_dispatch.decisions.call import Rewritten, only
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.kernels import registry
+from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.numerics import sum_dtype
+from attn_dispatch.spec import tracing
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.pattern import Dense, Window
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 
@@ -82,6 +88,33 @@ def alignment(call: Call) -> Rewritten | None:
             changes[name] = getattr(call, name).narrow(-1, 0, seen)
     # Queries after the last key see all.
     return Rewritten([call.with_pattern(Window(None, q_len - seen), alignment=ALIGNMENTS[0], **changes)], only)
+
+
+def without_tensors(call: Call) -> Rewritten | None:
+    """The call as `plain_call` has it."""
+    found = call if call.mesh is not None else plain_call(call)
+    return None if found is call else Rewritten([found], only)
+
+
+def plain_call(call: Call) -> Call:
+    """The call with a pattern without tensors where that sees the same: every backend may take it.
+
+    Not of a call that is to be an operator, which does this when it runs, nor for a forced backend that takes the
+    tensors. Raises InvalidInput: they do not fit the call.
+    """
+    pattern = call.pattern
+    if not isinstance(pattern, DataPattern) or not _have_axes(call):
+        return call
+    n, h = (1, 2) if call.layout == "bnhd" else (2, 1)
+    (batch, q_len, heads), (k_len, kv_heads) = (call.q.shape[x] for x in (0, n, h)), (call.k.shape[x] for x in (n, h))
+    facts = pattern.facts(k_len)
+    if facts is None or facts.plain is None or tracing.as_operator(*call.qkv):
+        return call
+    pattern.check_call(call.q.device, batch, q_len, k_len, heads, kv_heads)
+    if call.backend in registry.names() and (backend := registry.load(call.backend)).takes_data:
+        problem = Problem.of_call(call._replace(v=call.k))  # values may have another width
+        return call._replace(pattern=facts.plain) if refusals_of(backend, problem) else call
+    return call._replace(pattern=facts.plain)
 
 
 def empty(call: Call) -> Rewritten | None:

@@ -253,7 +253,7 @@ def refuse_dtype(problem: Problem, allowed: Collection[torch.dtype]) -> list[Ref
 def refuse_pattern(problem: Problem, allowed: tuple[type[Pattern], ...]) -> list[Refusal]:
     if isinstance(problem.pattern, allowed):
         return []
-    names = ", ".join(kind.__name__ for kind in allowed)
+    names = ", ".join(kind.__name__.removesuffix("Form") for kind in allowed)
     return [Refusal("pattern", f"computes {names}, not {problem.pattern}")]
 
 

@@ -124,7 +124,9 @@ def _checked(call: Call, kind: str) -> MeshCall:
     if isinstance(chosen, DataPattern):
         if chosen.device != call.q.device:
             raise InvalidInput(f"the tensors of {chosen} must be on q's device {call.q.device}")
-        chosen = Held.of(chosen, local.heads, local.kv_heads)
+        facts = chosen.facts(chosen.queries)
+        plain = None if facts is None else facts.plain
+        chosen = Held.of(chosen, local.heads, local.kv_heads) if plain is None else plain
     return MeshCall(call, replace(local, has_seq_lens=seq_lens is not None), chosen, kind, settings)
 
 
@@ -135,7 +137,7 @@ def _decision_for(link: Link, checked: MeshCall) -> Decided:
     agreement = agree(link, checked.equal_arguments, checked.local.q_len, decision_id)
     if found is not None and not (agreement.same_decision and agreement.lengths == found[0].layout.lengths):
         found = None
-    if found is not None and not isinstance(checked.pattern, Held):
+    if found is not None and not isinstance(checked.call.pattern, DataPattern):
         return found
     sharded = _sharded(link, checked, agreement.lengths)
     if found is not None and (found[1].order != LOCAL or not any(map(sharded.sees_others, range(link.size)))):
@@ -169,11 +171,9 @@ def _sharded(link: Link, checked: MeshCall, lengths: tuple[int, ...]) -> Sharded
         check_seq_lens_values(checked.call.seq_lens, tokens)
     local, given = checked.local, checked.pattern
     held = given if isinstance(given, Held) else None
-    if held is not None:
-        whole: Any = checked.call.pattern
-        whole.check(tokens, tokens)
-        whole.check_rows(local.batch, tokens, local.heads, local.kv_heads)
-        given = held.form
+    if isinstance(whole := checked.call.pattern, DataPattern):
+        whole.check_call(checked.call.q.device, local.batch, tokens, tokens, local.heads, local.kv_heads)
+        given = given if held is None else held.form
     pattern = _fitting(given, tokens, local.heads)
     problem = replace(local, pattern=pattern, given=given, q_len=tokens, k_len=tokens)
     problem = replace(problem, strides=CONTIGUOUS, ranks=link.size)  # strides may differ between ranks

@@ -10,12 +10,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self, TypeVar
 
 from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.checks import boolean, choice, integer
-from attn_dispatch.spec.pattern import Dense, Pattern
+from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.reach import Offsets
 
 if TYPE_CHECKING:
@@ -57,22 +57,34 @@ class Form(Pattern):
         return density + (f", longest row {2**self.imbalance}x" if self.imbalance else "")
 
 
+class Facts(NamedTuple):
+    """What the values of a pattern's tensors say: the classes of its form, and the pattern without tensors that sees
+    the same, if there is one.
+    """
+
+    density: int
+    imbalance: int
+    plain: Pattern | None
+
+
 class DataPattern(Pattern):
     """Base of the patterns that hold tensors. They are made once and used by all layers: what a backend derives from
     the tensors is kept as long as the pattern is. They have no hash; problems hold their `form`.
 
+    They can be copied and pickled; `torch.load` takes them with `weights_only=False`.
+
     `data` is what backends get. `given` are the caller's tensors by name, with their version counters.
     """
 
-    __slots__ = ("_known", "data", "given")
+    __slots__ = ("_facts", "data", "given")
     holds_data = True
-    _known: dict[int, tuple[int, int]]
+    _facts: dict[int, Facts]
     data: Tensor
     given: tuple[tuple[str, Tensor, int | None], ...]
     __hash__ = None  # type: ignore[assignment]
 
     def _hold(self, data: Tensor, **given: Tensor) -> None:
-        self.data, self._known = data, {}
+        self.data, self._facts = data, {}
         self._note(**given)
 
     def _note(self, **given: Tensor) -> None:
@@ -89,6 +101,17 @@ class DataPattern(Pattern):
     def device(self) -> device:
         return self.data.device
 
+    def to(self, where: device | str) -> Self:
+        """The pattern on another device. Raises InvalidInput where the caller's tensors were changed in place."""
+        self._check_versions()
+        moved = self.data.to(where)
+        return self if moved is self.data else self.form(None, 1, 1).bound(moved)  # type: ignore[return-value]
+
+    @property
+    @abstractmethod
+    def queries(self) -> int:
+        """How many there are; of `Blocks`, in whole blocks."""
+
     @abstractmethod
     def form(self, k_len: int | None, heads: int, kv_heads: int) -> Form:
         """What a problem holds of it. Without k_len no value is read: its classes are unknown."""
@@ -97,47 +120,46 @@ class DataPattern(Pattern):
     def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
         """Raise InvalidInput where the tensors do not fit these sizes."""
 
+    def check_call(self, where: device, batch: int, q_len: int, k_len: int, heads: int, kv_heads: int) -> None:
+        """Raise InvalidInput where the tensors do not fit a call of these sizes, on this device."""
+        self.check(q_len, k_len)
+        if self.device != where:
+            raise InvalidInput(f"the tensors of {self} must be on q's device {where}")
+        self.check_rows(batch, q_len, heads, kv_heads)
+
     def check(self, q_len: int, k_len: int) -> None:
+        self._check_versions()
+
+    def _check_versions(self) -> None:
         for name, x, version in self.given:
             if _version(x) != version:
                 kind = type(self).__name__
                 raise InvalidInput(f"{name} was changed in place after its {kind} was made: make a new {kind}")
 
+    def facts(self, k_len: int | None) -> Facts | None:
+        """Found once for a number of keys, which waits for the tensors' device. None where no value can be read: in
+        graphs and transforms.
+        """
+        from attn_dispatch.spec.tracing import graphed, is_transformed, make_plain
+
+        if not isinstance(k_len, int):  # None, or symbolic
+            return None
+        if (known := self._facts.get(k_len)) is not None:
+            return known
+        if self.data.is_meta or graphed(self.data) or is_transformed():
+            return None
+        key = "facts", k_len, self.form(None, 1, 1)
+        self._facts[k_len] = derived(self.data, key, lambda: make_plain(self._read, k_len))
+        return self._facts[k_len]
+
     @abstractmethod
-    def _seen_shares(self, k_len: int) -> Tensor:
-        """The share of the keys that each row of the data sees."""
+    def _read(self, k_len: int) -> Facts:
+        """The facts, from the tensors' values."""
 
     def _classes(self, k_len: int | None) -> tuple[int, int] | tuple[None, None]:
         """The density and imbalance of a form."""
-        from attn_dispatch.spec.tracing import graphed, is_transformed
-
-        if not isinstance(k_len, int):  # None, or symbolic
-            return None, None
-        if (known := self._known.get(k_len)) is not None:
-            return known
-        if self.data.is_meta or graphed(self.data) or is_transformed():
-            return None, None
-        mean, most = _mean_and_most(self._seen_shares(k_len).double())
-        self._known[k_len] = known = _half_octaves(min(1.0, mean)), _uneven(mean, most)
-        return known
-
-
-def _mean_and_most(shares: Tensor) -> tuple[float, float]:
-    """With one wait for the device."""
-    import torch
-
-    if not shares.numel():
-        return 0.0, 0.0
-    mean, most = torch.stack([shares.mean(), shares.max()]).tolist()
-    return mean, most
-
-
-def _half_octaves(share: float) -> int:
-    return max(SPARSEST, round(2 * math.log2(share))) if share > 0 else SPARSEST
-
-
-def _uneven(mean: float, most: float) -> int:
-    return min(MOST_UNEVEN, round(math.log2(most / mean))) if mean > 0 else 0
+        found = self.facts(k_len)
+        return (None, None) if found is None else (found.density, found.imbalance)
 
 
 def _readable(x: Tensor) -> bool:
@@ -150,6 +172,21 @@ def _readable(x: Tensor) -> bool:
 
 def _bound(form: Form, data: Tensor) -> DataPattern:
     return form.bound(data)
+
+
+def _either(*sizes: int) -> str:
+    return " or ".join(map(str, sorted(set(sizes))))
+
+
+EMPTY = Facts(SPARSEST, 0, None)  #: of a pattern without queries or keys
+
+
+def _facts(mean: float, most: float, plain: Pattern | None) -> Facts:
+    """From the shares of the keys that rows of the data see: their mean, and the largest."""
+    if not mean:
+        return Facts(SPARSEST, 0, plain)
+    density, imbalance = max(SPARSEST, round(2 * math.log2(min(1.0, mean)))), round(math.log2(most / mean))
+    return Facts(density, min(MOST_UNEVEN, imbalance), plain)
 
 
 def _int32(x: Tensor) -> Tensor:
@@ -252,6 +289,10 @@ class Ranges(DataPattern):
         found._note(ids=ids)
         return found
 
+    @property
+    def queries(self) -> int:
+        return self.data.shape[-1]
+
     def form(self, k_len: int | None, heads: int, kv_heads: int) -> RangesForm:
         _, rows, branches, _ = self.data.shape
         return RangesForm(branches, rows > 1, *self._classes(k_len))
@@ -260,7 +301,7 @@ class Ranges(DataPattern):
         _, rows, branches, length = self.data.shape
         if rows not in (1, batch) or length != q_len:
             names = " and ".join(name for name, *_ in self.given) or "first and last"
-            allowed = f"[1 or {batch}, (branches,) {q_len}], the queries of the call"
+            allowed = f"[{_either(1, batch)}, (branches,) {q_len}], the queries of the call"
             raise InvalidInput(f"{names} of Ranges must have shape {allowed}, got {[rows, branches, length]}")
 
     def clipped(self, low: Tensor, high: Tensor) -> Ranges:
@@ -268,11 +309,26 @@ class Ranges(DataPattern):
         first, last = self.data
         return Ranges(first.maximum(low[:, None]), last.minimum(high[:, None]))
 
-    def _seen_shares(self, k_len: int) -> Tensor:
+    def _read(self, k_len: int) -> Facts:
+        import torch
+
+        _, _, branches, q_len = self.data.shape
+        if not self.data.numel() or not k_len:
+            return EMPTY
         first, last = self.data.long()
-        keys = (last.clamp(max=k_len - 1) - first.clamp(min=0) + 1).clamp(min=0)
-        shares: Tensor = keys.sum(1) / max(1, k_len)
-        return shares
+        first, last = first.clamp(min=0), last.clamp(max=k_len - 1)
+        keys = (last - first + 1).clamp(min=0)
+        token = torch.arange(q_len, device=self.device) + k_len - q_len
+        # The only window that it can be: of all queries, the furthest they see.
+        left, right = (x.masked_fill(keys == 0, -1).amax() for x in (token - first, last - token))
+        low, high = (token - left).clamp(min=0), (token + right).clamp(max=k_len - 1)
+        alike = torch.where(keys > 0, (first == low) & (last == high), low > high).all()
+        seen = keys.sum(1).double()
+        mean, most, *found = torch.stack([seen.mean(), seen.max(), left, right, alike]).tolist()
+        *sides, is_window = map(int, found)
+        window = Window(*sides).simplify(q_len, k_len, 1) if is_window and branches == 1 and min(sides) >= 0 else None
+        # Of one query any interval to the end is a window: another one, to be decided on, at each step of decoding.
+        return _facts(mean / k_len, most / k_len, window if q_len > 1 or window == Dense() else None)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         first, last = self.data[..., q_pos, None]
@@ -382,6 +438,10 @@ class Blocks(DataPattern):
     def is_list(self) -> bool:
         return self.data.element_size() > 1
 
+    @property
+    def queries(self) -> int:
+        return self.data.shape[2] * self.size[0]
+
     def form(self, k_len: int | None, heads: int, kv_heads: int) -> BlocksForm:
         rows, tables = self.data.shape[:2]
         scope = "all" if tables == 1 else "kv_heads" if tables == kv_heads < heads else "heads"
@@ -402,8 +462,7 @@ class Blocks(DataPattern):
     def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
         rows, tables = self.data.shape[:2]
         if rows not in (1, batch) or tables not in (1, kv_heads, heads):
-            counts = " or ".join(map(str, sorted({1, kv_heads, heads})))
-            allowed = f"[1 or {batch}, {counts}, ..], by batch and heads"
+            allowed = f"[{_either(1, batch)}, {_either(1, kv_heads, heads)}, ..], by batch and heads"
             raise InvalidInput(f"table of Blocks must have shape {allowed}, got {list(self.data.shape)}")
 
     def block_counts(self, k_len: int) -> Tensor:
@@ -424,8 +483,15 @@ class Blocks(DataPattern):
         at = torch.where((self.data >= 0) & (self.data < k_blocks), self.data, k_blocks).long()
         return found.scatter_add_(3, at, torch.ones_like(at, dtype=torch.int32))[..., :k_blocks]
 
-    def _seen_shares(self, k_len: int) -> Tensor:
-        return (self.block_counts(k_len) > 0).float().mean(-1)
+    def _read(self, k_len: int) -> Facts:
+        import torch
+
+        counts = self.block_counts(k_len)
+        if not counts.numel():
+            return EMPTY
+        shares = (counts > 0).double().mean(-1)
+        mean, most, is_whole = torch.stack([shares.mean(), shares.max(), (counts == 1).all()]).tolist()
+        return _facts(mean, most, self.within if is_whole else None)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         import torch

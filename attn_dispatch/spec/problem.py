@@ -203,12 +203,11 @@ class Problem:
         where = common_device(tensors, device)
         batch, q_len, heads, head_dim, k_len, kv_heads = common_shapes(tensors)
         chosen = given = choose_pattern(call)
-        chosen.check(q_len, k_len)
         if isinstance(chosen, DataPattern):
-            if chosen.device != call.q.device:
-                raise InvalidInput(f"the tensors of {chosen} must be on q's device {call.q.device}")
-            chosen.check_rows(batch, q_len, heads, kv_heads)
+            chosen.check_call(call.q.device, batch, q_len, k_len, heads, kv_heads)
             chosen = given = chosen.form(k_len, heads, kv_heads)
+        else:
+            chosen.check(q_len, k_len)
         if call.first_head is not None or call.all_heads is not None:
             chosen = chosen.of_heads(*_share(call.first_head, call.all_heads, heads))
         check_seq_lens(call.seq_lens, batch, q_len, k_len, call.q.device)

@@ -29,14 +29,18 @@ from attn_dispatch.kernels.branches import flash4 as flash4_package
 from attn_dispatch.kernels.branches import hub
 from attn_dispatch.kernels.branches import run as branches
 from attn_dispatch.kernels.branches.backend import Branched, Variant
+from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.kernels.dense import CpuFlash, DenseCall
 from attn_dispatch.kernels.limits import ANY
 from attn_dispatch.machine import environment
 from attn_dispatch.settings import FLASH_KERNEL, cache_folder
+from attn_dispatch.spec.data import BlocksForm, RangesForm
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.gate import HardCase, case_of
+from attn_dispatch.tuning.hard_cases import class_key
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
@@ -455,6 +459,62 @@ def test_what_flash_4_takes(flash4: Callable[..., list[str]]) -> None:
     assert flash4((10, 0), window, 256, return_lse=False) != []
     assert flash4((12, 0), causal, 64, deterministic=True) != []
     assert flash4((12, 0), causal, 256, return_lse=False) != []
+
+
+BLOCKS = BlocksForm((256, 128), "heads", by_row=True, is_list=False, within=Dense(), density=-2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "capability", "size"),
+    [("all", (9, 0), (128, 128)), ("kv_heads", (9, 0), (384, 256)), ("heads", (10, 0), (256, 128))],
+)
+@pytest.mark.parametrize("adapter", ["flash4"])
+def test_flash_4_over_blocks(
+    adapter: str,
+    heads: str,
+    capability: tuple[int, int],
+    size: tuple[int, int],
+    calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ragged last blocks, queries without a block, keys that no query sees and that hold NaN."""
+    backend = adapted(flash)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *device: capability)
+    on_this = replace(on_cpu(flash.OVER_BLOCKS.variants[0]), also=flash4_package.refuse_blocks)
+    monkeypatch.setattr(flash, "OVER_BLOCKS", on_this)
+    form = replace(BLOCKS, size=size, heads=heads, by_row=heads != "all")
+    problem = Case("", form, (2, 400, 4, 16), k_len=600, kv_heads=2).problem(torch.float16, needs_grad=False)
+    changed = problem, replace(problem, scale=-0.5), replace(problem, return_lse=False)
+    assert [flash.refusals(each) for each in changed] == [[], [], []]
+    own = [HardCase.of("itself", Oracle.of(make(each))) for each in changed]
+    for each in (*own, *map(case_of, class_key(problem))):
+        assert each.refused_by(backend) or each.check(each.run(backend)).failures == ()
+    assert {each["blocks"] for each in calls} == {(size[0], 128)}
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "why"),
+    [
+        ((9, 0), {"size": (64, 64)}, "needs blocks of 128 x 128 or multiples, not 64 x 64"),
+        ((10, 0), {"size": (128, 128)}, "needs blocks of 256 x 128 or multiples, not 128 x 128"),
+        ((9, 0), {"is_list": True}, "takes tables of blocks, not lists, in which a block may stand twice"),
+        ((9, 0), {"within": Dense(True)}, "takes blocks alone, not within Dense(causal)"),
+        ((8, 0), {}, "needs compute capability 9.0 or higher, cuda:0 has 8.0"),
+        ((12, 0), {}, "needs compute capability 11.0 or lower, cuda:0 has 12.0"),
+        ((9, 0), {}, ""),
+        ((10, 0), {"size": (512, 256)}, ""),
+    ],
+)
+def test_which_blocks_flash_4_takes(
+    flash4: Callable[..., list[str]], capability: tuple[int, int], changes: dict[str, Any], why: str
+) -> None:
+    form = replace(BLOCKS, **changes)
+    assert flash4(capability, form, 128, needs_grad=False) == [why] * bool(why)
+    assert "computes blocks without gradients" in flash4(capability, form, 128)
+
+
+def test_flash_takes_no_intervals(flash4: Callable[..., list[str]]) -> None:
+    assert flash4((9, 0), RangesForm(1, by_row=False), 64) == ["computes Blocks, not Ranges(1 per query)"]
 
 
 @pytest.mark.parametrize("adapter", ["flash4"])

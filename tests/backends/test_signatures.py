@@ -108,6 +108,16 @@ def test_flash_4(monkeypatch: pytest.MonkeyPatch) -> None:
     found.check(lambda name: signatures.of_source(text, name))
 
 
+def test_blocks_of_flash_4() -> None:
+    """Their class, which the module that is called has by its name."""
+    name, path = "BlockSparseTensorsTorch", "flash_attn/cute"
+    text, interface = (source_of("flash-attn-4", f"{path}/{each}.py") for each in ("block_sparsity", "interface"))
+    assert signatures.fields_of(text, name) == list(libraries.BlockSparseTensorsTorch._fields)
+    assert signatures.is_imported(interface, name)
+    given = {"block_sparse_tensors", "pack_gqa"}
+    assert given <= signatures.of_source(interface, "_flash_attn_fwd").parameters.keys()
+
+
 def test_the_cache_of_flash_4_has_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = source_of("flash-attn-4", "flash_attn/cute/cache_utils.py")
     monkeypatch.delenv(flash4_package.CACHE_ENABLED, raising=False)

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -18,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import Blocks, Dense, Dilated, Neighborhood, Ranges, Reordered, Window, attend, explain
+from attn_dispatch.calls import packing
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.spec import data
 from attn_dispatch.spec.data import DataPattern
@@ -171,6 +173,39 @@ def test_copies(again: Callable[[Any], Any]) -> None:
     for pattern in (*patterns(), Ranges(AT.clone().add_(1), AT + 5), Blocks(TABLE.clone().logical_not_(), 8)):
         assert right(pattern)
         assert right(again(pattern))
+
+
+def test_moved_and_saved(tmp_path: Path) -> None:
+    for pattern in patterns():
+        assert pattern.to("cpu") is pattern
+        moved = pattern.to("meta")
+        assert (moved.device.type, moved.form(None, 4, 2)) == ("meta", pattern.form(None, 4, 2))
+        torch.save({"mask": pattern}, tmp_path / "model.pt")
+        assert right(torch.load(tmp_path / "model.pt", weights_only=False)["mask"])
+    first = AT.clone()
+    pattern = Ranges(first, AT)
+    first += 1
+    with pytest.raises(InvalidInput, match="first was changed in place"):
+        pattern.to("meta")
+
+
+def test_intervals_are_cut_by_documents_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts, clipped = list[DataPattern](), Ranges.clipped
+    monkeypatch.setattr(Ranges, "clipped", lambda self, *bounds: cuts.append(self) or clipped(self, *bounds))
+    pattern, ids = patterns()[0], (torch.arange(N) // 10).expand(2, N).clone()
+    for same in (ids, ids, ids + 7):
+        assert close(attended(*qkv(), pattern, documents=same), exact(*qkv(), pattern, documents=ids))
+    assert len(cuts) == 1
+    ids[:, 20:] = 9  # the same tensor
+    assert close(attended(*qkv(), pattern, documents=ids), exact(*qkv(), pattern, documents=ids))
+    assert len(cuts) == 2
+    for size in range(1, 20):
+        attended(*qkv(), pattern, documents=(torch.arange(N) // size).expand(2, N))
+    assert len(data.derived(pattern.data, "documents", dict[Any, Any])) == packing.MOST_KEPT
+    kept = ref(pattern.data)
+    cuts.clear()
+    del pattern
+    assert kept() is None
 
 
 @here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -175,6 +176,19 @@ def test_keys_that_only_padding_sees(backend: str) -> None:
     for found, expected in zip(_of_padding(backend), _of_padding("manual"), strict=True):
         assert expected.isfinite().all()
         torch.testing.assert_close(found, expected)
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter", "no_trials")
+def test_threads_take_turns_in_the_interpreter() -> None:
+    """It has one grid for all of them: calls of different sizes at once were wrong."""
+    places = [torch.arange(size)[None] for size in (150, 40)]
+    patterns = [Ranges(at // 7 * 7, at + 11) for at in places]
+    inputs = [tuple(torch.randn(1, at.numel(), 2, 8) for _ in range(3)) for at in places]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda n: attend(*inputs[n % 2], patterns[n % 2], backend="triton_tiles"), range(4))
+    for number, each in enumerate(found):
+        torch.testing.assert_close(each, attend(*inputs[number % 2], patterns[number % 2], backend="manual"))
 
 
 def test_refusals() -> None:

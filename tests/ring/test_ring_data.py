@@ -78,6 +78,7 @@ PATTERNS: dict[str, tuple[Data, int, int, int]] = {
     "spans": (spans(50), 50, 4, 2),
     "spans-window": (spans(61, left=9), 61, 2, 2),
     "spans-both-ways": (spans(47, is_causal=False, left=4), 47, 4, 4),
+    "a-window": (Ranges(torch.arange(50)[None] - 9, torch.arange(50)[None] + 2), 50, 4, 2),
     "ranges": (some_ranges(53), 53, 4, 4),
     "ranges-by-row": (some_ranges(44, rows=2), 44, 4, 1),
     "blocks-shared": (Blocks(a_table(50, (8, 4), 1), (8, 4)), 50, 4, 2),
@@ -243,6 +244,24 @@ def with_pattern(pattern: Data, options: dict[str, Any], given: dict[str, Any] |
     """A job."""
     mesh = Sharded(ring_ranks.group(), CONTIGUOUS)
     return tuple(attend(*part(mesh), pattern=pattern, mesh=mesh, **options).shape)
+
+
+def explained(pattern: Data) -> str:
+    """A job."""
+    mesh = Sharded(ring_ranks.group(), CONTIGUOUS)
+    attend(*part(mesh), pattern=pattern, mesh=mesh)
+    return explain(*part(mesh), pattern=pattern, mesh=mesh).problem
+
+
+def test_tensors_that_say_what_a_window_says(ranks: Ranks) -> None:
+    """Each rank is told that pattern, by the shared tensors."""
+    at = torch.arange(48)[None]
+    for pattern, plain in ((Ranges(at - 9, at), "Window(left=9, right=0)"), (some_ranges(48), "Ranges(")):
+        assert all(plain in each for each in ranks.everywhere(explained, pattern, ranks=2))
+    wrong = Ranges(at[:, :40] - 9, at[:, :40])
+    for error in ranks.outcomes(with_pattern, [(wrong, {})] * 2):
+        assert isinstance(error, InvalidInput)
+        assert "first and last of Ranges must have shape" in str(error)
 
 
 def test_ranks_with_different_tensors(ranks: Ranks) -> None:

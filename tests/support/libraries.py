@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -214,6 +214,46 @@ def flash_attn_2(
     modules(monkeypatch, flash_attn={}, flash_attn__flash_attn_interface={imported: extension})
 
 
+class BlockSparseTensorsTorch(NamedTuple):
+    """Of flash-attn-4 4.0.0b36, flash_attn/cute/block_sparsity.py."""
+
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    cu_total_m_blocks: Tensor | None = None
+    cu_block_idx_offsets: Tensor | None = None
+    block_size: tuple[int, int] | None = None
+    dq_write_order: Tensor | None = None
+    dq_write_order_full: Tensor | None = None
+    spt: bool | None = None
+
+
+def flash_blocks(q: Tensor, k: Tensor, sparse: BlockSparseTensorsTorch, tile_queries: int) -> Tensor:
+    """0 for keys in a full block of their query's list, else -inf: as `normalize_block_sparse_config` checks lists, and
+    the kernels go through them.
+    """
+    assert sparse.block_size is not None
+    assert sparse.full_block_cnt is not None
+    assert sparse.full_block_idx is not None
+    (qb, kb), (batch, heads) = sparse.block_size, (q.shape[0], q.shape[2])
+    assert (qb % tile_queries, kb) == (0, 128)
+    sizes = -(-q.shape[1] // qb), -(-k.shape[1] // kb)
+    assert not sparse.mask_block_cnt.any()  # there is no function that masks within a block
+    for count, number in (sparse[:2], sparse[2:4]):
+        assert (count.dtype, number.dtype, number.is_contiguous()) == (torch.int32, torch.int32, True)
+        assert (count.shape[2], number.shape[:3], number.shape[3] <= sizes[1]) == (sizes[0], count.shape, True)
+        assert count.shape[0] in (1, batch)
+        assert count.shape[1] in (1, heads)
+    counts, numbers = sparse.full_block_cnt, sparse.full_block_idx
+    listed = torch.arange(numbers.shape[3]) < counts[..., None]
+    # The first block that is computed, the list's last, alone is cut at the last key.
+    assert ((numbers.diff() > 0) | ~listed[..., 1:]).all()
+    seen = torch.zeros(*counts.shape, sizes[1], dtype=torch.int32).scatter_add_(3, numbers.long(), listed.int())
+    seen = seen.repeat_interleave(qb, 2)[:, :, : q.shape[1]].repeat_interleave(kb, 3)[..., : k.shape[1]]
+    return torch.zeros(seen.shape).masked_fill(seen == 0, -math.inf)
+
+
 def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -> None:
     """flash-attn-4 4.0.0b36: `flash_attn.cute.interface`; the parameters past those that are used are left out."""
 
@@ -224,10 +264,16 @@ def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -
     def _flash_attn_fwd(
         q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
         max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
-        window_size_left=None, window_size_right=None, learnable_sink=None, return_lse=False,
+        window_size_left=None, window_size_right=None, learnable_sink=None, pack_gqa=None, block_sparse_tensors=None,
+        return_lse=False,
     ):  # fmt: skip
         lists = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         more = 0.0 if cu_seqlens_q is None else of_row(q, lists)
+        if block_sparse_tensors is not None:
+            assert pack_gqa is False  # else lists are read by the places of packed heads
+            calls.append({"blocks": block_sparse_tensors.block_size})
+            more = flash_blocks(q, k, block_sparse_tensors, 256 if torch.cuda.get_device_capability()[0] > 9 else 128)
+            k, v = k.nan_to_num(0.0), v.nan_to_num(0.0)  # blocks in no list are not read
         q, k, v = (x if cu_seqlens_q is None else x[None] for x in (q, k, v))
         check_rows(q, k, v)
         assert return_lse
@@ -255,7 +301,7 @@ def flash_attn_4(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]) -
         found = backward(dout, q, k, v, out, lse, softmax_scale, bias, dlse)
         return tuple(x if cu_seqlens_q is None else x[0] for x in found)
 
-    interface = {f.__name__: f for f in (_flash_attn_fwd, _flash_attn_bwd)}
+    interface = {f.__name__: f for f in (_flash_attn_fwd, _flash_attn_bwd, BlockSparseTensorsTorch)}
     modules(monkeypatch, flash_attn={}, flash_attn__cute={}, flash_attn__cute__interface=interface)
 
 

@@ -57,6 +57,19 @@ def of_source(text: str, name: str) -> Signature:
     return Signature(named)
 
 
+def fields_of(text: str, name: str) -> list[str]:
+    """The fields of a module's class by its source."""
+    (found,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == name)
+    return [
+        node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+def is_imported(text: str, name: str) -> bool:
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]
+    return any(alias.name == name for node in nodes for alias in node.names)
+
+
 def of_schema(op: Any) -> Signature:
     """The signature of an op of PyTorch, such as `torch.ops.aten.add.Tensor`."""
     found = []

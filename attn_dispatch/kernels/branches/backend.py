@@ -23,6 +23,7 @@ from attn_dispatch.kernels.dense import Kernel
 from attn_dispatch.kernels.device_cache import DeviceCache
 from attn_dispatch.kernels.limits import Limits
 from attn_dispatch.machine.environment import installed
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.torch_settings import current_flash
@@ -138,7 +139,7 @@ class Variant(NamedTuple):
         return found or (self.package.load_refusals() if self.package else [])
 
     def plan(self, problem: Problem, kernel: Kernel) -> BranchPlan:
-        if isinstance(problem.pattern, Window):
+        if isinstance(problem.pattern, Window | Form):
             problem = replace(problem, pattern=Dense())
         plan = plan_of(problem, kernel.grouped)
         assert plan is not None  # refusals passes only patterns that have a plan
@@ -174,6 +175,8 @@ class Branched(Backend):
     def flops(self, problem: Problem) -> int:
         _, plan, _ = _prepared(self, problem)
         pairs = plan.pairs
+        if isinstance(problem.pattern, Form):
+            pairs = problem.heads * problem.pattern.pairs(problem.q_len, problem.k_len, ())
         if isinstance(problem.pattern, Window) and problem.pattern.left is not None:
             right = problem.k_len if problem.pattern.right is None else problem.pattern.right
             pairs = min(pairs, problem.heads * problem.q_len * (problem.pattern.left + 1 + right))

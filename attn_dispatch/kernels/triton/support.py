@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
@@ -60,6 +59,7 @@ BIASED = 64, 32  #: rows and columns of a block with a bias, at most: what is lo
 FUSED = {"enable_fp_fusion": True}
 
 T = TypeVar("T")
+_interpreter = process_state.lock()  #: it has one grid, and one patched `triton.language`, for all threads
 _too_large: set[tuple[object, ...]] = set()  #: blocks of a kernel that turned out to need more than the GPU has
 process_state.register(process_state.FACTS, _too_large.clear)
 
@@ -333,7 +333,7 @@ def launch(
     if not settings.compiles():
         knobs: Any = import_module("triton.knobs")
         knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook or _asked
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(device) if device.type == "cuda" else _interpreter:
         compiled = kernel[(programs,)](tensors, *others, **options) if programs else None
         return Launch(kernel, compiled, programs, device, others, options)
 

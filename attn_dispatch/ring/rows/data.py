@@ -46,9 +46,8 @@ class Held(Pattern):
         """Made once for a pattern, of which it reads the values. Raises InvalidInput: it cannot be over ranks."""
         if isinstance(pattern, Blocks) and refused_within(pattern.within):
             raise InvalidInput(f"within of Blocks must be Dense or Window over a mesh, got {pattern.within}")
-        # In whole blocks: the number of tokens is not known before ranks have compared their arguments.
-        length = pattern.data.shape[2] * pattern.size[0] if isinstance(pattern, Blocks) else pattern.data.shape[-1]
-        form, key = pattern.form(length, heads, kv_heads), ("ring", pattern.form(None, heads, kv_heads))
+        # The number of tokens is not known before ranks have compared their arguments.
+        form, key = pattern.form(pattern.queries, heads, kv_heads), ("ring", pattern.form(None, heads, kv_heads))
         return derived(pattern.data, key, lambda: make_plain(cls._of, pattern, form))
 
     @classmethod
