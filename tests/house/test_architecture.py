@@ -48,7 +48,7 @@ INNER: dict[str, dict[str, tuple[str, ...]]] = {
     "ring": {"rows": (), "engine": ("rows",), "": ("rows", "engine"), "plan": ("rows", "engine")},
     "cli": {"": (), "report": ("",), "commands": ("", "report")},
 }
-MOST_FILES = 12  #: of a room: one with more is about more than one thing; backends are alike, and may be any number
+MOST_FILES = 13  #: of a room: one with more is about more than one thing; backends are alike, and may be any number
 #: Lines that a room may have, C++ and the report's page included. It is raised with a capability alone; whoever adds
 #: lines for anything else takes others away.
 LINES = {
