@@ -78,7 +78,8 @@ def table(found: Any) -> Table:
         counts = (f"{row[name]:,}" for name in ("problems", "hard cases", "calls"))
         rows.append((f"`{row['level']}`", *counts, str(len(row["failures"]))))
     head = ("level", "problems", "hard cases", "passes of the kernel", "failures")
-    about = f"By `python -m tools.checks arm`, {found['measured'][:10]}: {found['compiler']}, {found['emulator']}."
+    emulator = found["emulator"].partition(" (")[0]
+    about = f"By `python -m tools.checks arm`, {found['measured'][:10]}: {found['compiler']}, {emulator}."
     return Table(head, rows, about)
 
 
