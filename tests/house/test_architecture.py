@@ -73,7 +73,7 @@ LINES = {
     "tuning": 3780,
 }
 BESIDE = {"tests": 36_900, "tools": 6600}  #: the same for the folders beside the package
-PACKAGE = 38_850  #: lines of all rooms together; masks made of data took 2,200
+PACKAGE = 38_860  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
