@@ -72,7 +72,7 @@ LINES = {
     "testing": 910,
     "tuning": 3780,
 }
-BESIDE = {"tests": 37_110, "tools": 6605}  #: the same for the folders beside the package
+BESIDE = {"tests": 37_115, "tools": 6605}  #: the same for the folders beside the package
 PACKAGE = 38_825  #: lines of all rooms together; masks made of data took 2,200
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
