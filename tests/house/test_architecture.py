@@ -52,28 +52,28 @@ MOST_FILES = 13  #: of a room: one with more is about more than one thing; backe
 #: Lines that a room may have, C++ and the report's page included. It is raised with a capability alone; whoever adds
 #: lines for anything else takes others away.
 LINES = {
-    "api": 1085,
-    "backends": 2045,
-    "base": 450,
-    "calls": 1095,
+    "api": 1095,
+    "backends": 2120,
+    "base": 535,
+    "calls": 1140,
     "cli": 3050,
     "compat": 510,
-    "decisions": 2300,
-    "entry": 115,
+    "decisions": 2315,
+    "entry": 120,
     "integrations": 1765,  # masks that are read without asking about all pairs took 350
-    "kernels": 10600,  # with parts that two backends share
+    "kernels": 10920,  # with parts that two backends share
     "learning": 980,
-    "machine": 1020,
+    "machine": 1135,
     "nn": 1585,
     "profiles": 10,
-    "ring": 3960,
-    "spec": 2890,
+    "ring": 3965,
+    "spec": 2935,
     "store": 1500,
     "testing": 910,
-    "tuning": 3790,
+    "tuning": 3825,
 }
-BESIDE = {"tests": 37_250, "tools": 6750}  #: the same for the folders beside the package
-PACKAGE = 39_150  #: lines of all rooms together; masks made of data took 2,500
+BESIDE = {"tests": 39_300, "tools": 6950}  #: the same for the folders beside the package
+PACKAGE = 40_400  #: lines of all rooms together; other systems and devices took 1,100
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -240,12 +240,12 @@ def flash_blocks(q: Tensor, k: Tensor, sparse: BlockSparseTensorsTorch, tile_que
     assert (qb % tile_queries, kb) == (0, 128)
     sizes = -(-q.shape[1] // qb), -(-k.shape[1] // kb)
     assert not sparse.mask_block_cnt.any()  # there is no function that masks within a block
-    for count, number in (sparse[:2], sparse[2:4]):
+    counts, numbers = sparse.full_block_cnt, sparse.full_block_idx
+    for count, number in ((sparse.mask_block_cnt, sparse.mask_block_idx), (counts, numbers)):
         assert (count.dtype, number.dtype, number.is_contiguous()) == (torch.int32, torch.int32, True)
         assert (count.shape[2], number.shape[:3], number.shape[3] <= sizes[1]) == (sizes[0], count.shape, True)
         assert count.shape[0] in (1, batch)
         assert count.shape[1] in (1, heads)
-    counts, numbers = sparse.full_block_cnt, sparse.full_block_idx
     listed = torch.arange(numbers.shape[3]) < counts[..., None]
     # The first block that is computed, the list's last, alone is cut at the last key.
     assert ((numbers.diff() > 0) | ~listed[..., 1:]).all()
