@@ -136,10 +136,10 @@ def check_calls() -> None:
 
 def right(way: Callable[..., Tensor]) -> bool:
     """Whether out and gradients are."""
-    tensors = [x.requires_grad_() for x in qkv()]
+    q, k, v = tensors = [x.requires_grad_() for x in qkv()]
     found, expected = (
         [out.detach(), *torch.autograd.grad(out.sin().sum(), tensors)]
-        for out in (way(lambda q, k, v: attend(q, k, v, PATTERN), *tensors), formula(*tensors, PATTERN)[0])
+        for out in (way(lambda q, k, v: attend(q, k, v, PATTERN), *tensors), formula(q, k, v, PATTERN)[0])
     )
     return all(close(one, other.double()) for one, other in zip(found, expected, strict=True))
 
