@@ -19,6 +19,7 @@ import torch
 from attn_dispatch.decisions import decide, trial_limits
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
+from attn_dispatch.machine.devices import synchronize
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.profiling import as_called, checked_problems, progress_bar
 from attn_dispatch.recording import read_record
@@ -29,7 +30,7 @@ from attn_dispatch.store.bundle import Refused, read_bundle
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.store.folder import Store
 from attn_dispatch.text import one_line, titled
-from attn_dispatch.tuning.example import make, synchronize
+from attn_dispatch.tuning.example import make
 
 NOT_DECIDED = "not decided: `attn-dispatch profile` measures it"
 #: Variables that name the folders of compilers, as these set or read them.

@@ -341,10 +341,13 @@ def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None,
     if first_call_ms(problem, by_rows):
         refuse_capture(problem.device)
         refuse_compiling("flash-attn 4's kernels for this call")
+    found: Result
     if isinstance(problem.pattern, Form):
         found = _over_blocks(q, k, v, problem, tensors["pattern_data"])
+    elif by_rows:
+        found = _by_rows(q, k, v, problem, key_lens)
     else:
-        found = BACKEND.run(q, k, v, problem, **tensors) if key_lens is None else _by_rows(q, k, v, problem, key_lens)
+        found = BACKEND.run(q, k, v, problem, **tensors)
     note(name, problem, by_rows)
     return found
 

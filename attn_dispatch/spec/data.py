@@ -19,7 +19,8 @@ from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.reach import Offsets
 
 if TYPE_CHECKING:
-    from torch import Tensor, device, dtype
+    import torch
+    from torch import Tensor, dtype
 
 T = TypeVar("T")
 FAR = 2**30  #: positions are cut to +-FAR, so that they fit an int32
@@ -98,10 +99,10 @@ class DataPattern(Pattern):
         return _bound, (self.form(None, 1, 1), self.data)
 
     @property
-    def device(self) -> device:
+    def device(self) -> torch.device:
         return self.data.device
 
-    def to(self, where: device | str) -> Self:
+    def to(self, where: torch.device | str) -> Self:
         """The pattern on another device. Raises InvalidInput where the caller's tensors were changed in place."""
         self._check_versions()
         moved = self.data.to(where)
@@ -120,7 +121,7 @@ class DataPattern(Pattern):
     def check_rows(self, batch: int, q_len: int, heads: int, kv_heads: int) -> None:
         """Raise InvalidInput where the tensors do not fit these sizes."""
 
-    def check_call(self, where: device, batch: int, q_len: int, k_len: int, heads: int, kv_heads: int) -> None:
+    def check_call(self, where: torch.device, batch: int, q_len: int, k_len: int, heads: int, kv_heads: int) -> None:
         """Raise InvalidInput where the tensors do not fit a call of these sizes, on this device."""
         self.check(q_len, k_len)
         if self.device != where:

@@ -191,7 +191,12 @@ def test_moved_and_saved(tmp_path: Path) -> None:
 
 def test_intervals_are_cut_by_documents_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cuts, clipped = list[DataPattern](), Ranges.clipped
-    monkeypatch.setattr(Ranges, "clipped", lambda self, *bounds: cuts.append(self) or clipped(self, *bounds))
+
+    def counted(self: Ranges, *bounds: torch.Tensor) -> Ranges:
+        cuts.append(self)
+        return clipped(self, *bounds)
+
+    monkeypatch.setattr(Ranges, "clipped", counted)
     pattern, ids = patterns()[0], (torch.arange(N) // 10).expand(2, N).clone()
     for same in (ids, ids, ids + 7):
         assert close(attended(*qkv(), pattern, documents=same), exact(*qkv(), pattern, documents=ids))

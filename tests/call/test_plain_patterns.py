@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from attn_dispatch import Blocks, Dense, Dilated, Ranges, Window, attend, explain
 from attn_dispatch.calls import routes
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.spec.data import DataPattern
+from attn_dispatch.spec.data import DataPattern, Facts
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import close, formula
-from tests.support.fixtures import INTERPRETED
 from tests.support.graphs import aot, attended
+from tests.support.interpreted import INTERPRETED
 from tests.support.random_calls import PRIVATE
 
 SIDES = (None, 0, 1, 3, 8, 30)
@@ -196,13 +196,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 def test_with_other_arguments(name: str, other: str) -> None:
     """As `manual` computes it, which gets the tensors."""
     pattern, arguments = PATTERNS[name][0](), OTHERS[other]
-    tensors = [x.transpose(1, 2) for x in (Q, K, V)] if other == "heads first" else [Q, K, V]
+    q, k, v = [x.transpose(1, 2) for x in (Q, K, V)] if other == "heads first" else (Q, K, V)
     if isinstance(pattern, Blocks) and (other == "documents" or (other == "key_lens" and pattern.within != Dense())):
         with pytest.raises(InvalidInput, match=f"{other} .*cannot be given with Blocks"):
-            attend(*tensors, pattern, **arguments)
+            attend(q, k, v, pattern, **arguments)
         return
-    exact = attend(*(x.double() for x in tensors), pattern, backend="manual", **arguments)
-    assert close(attend(*tensors, pattern, **arguments), exact)
+    exact = attend(q.double(), k.double(), v.double(), pattern, backend="manual", **arguments)
+    assert close(attend(q, k, v, pattern, **arguments), exact)
 
 
 @EVERY
@@ -244,7 +244,12 @@ def test_others_of_the_form_have_another_route(decided: list[Pattern]) -> None:
 def test_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     read = Ranges._read
-    monkeypatch.setattr(Ranges, "_read", lambda self, k_len: reads.append(k_len) or read(self, k_len))
+
+    def counted(self: Ranges, k_len: int) -> Facts:
+        reads.append(k_len)
+        return read(self, k_len)
+
+    monkeypatch.setattr(Ranges, "_read", counted)
     pattern, compiled = window(), aot(attended)
     for _ in range(2):
         attend(Q, K, V, pattern)

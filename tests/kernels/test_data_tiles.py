@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,9 +187,14 @@ def test_threads_take_turns_in_the_interpreter() -> None:
     patterns = [Ranges(at // 7 * 7, at + 11) for at in places]
     inputs = [tuple(torch.randn(1, at.numel(), 2, 8) for _ in range(3)) for at in places]
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda n: attend(*inputs[n % 2], patterns[n % 2], backend="triton_tiles"), range(4))
-    for number, each in enumerate(found):
-        torch.testing.assert_close(each, attend(*inputs[number % 2], patterns[number % 2], backend="manual"))
+        found = list(pool.map(partial(_of, "triton_tiles"), inputs * 2, patterns * 2))
+    for each, of in zip(found, zip(inputs * 2, patterns * 2), strict=True):
+        torch.testing.assert_close(each, _of("manual", *of))
+
+
+def _of(backend: str, qkv: tuple[torch.Tensor, ...], pattern: Ranges) -> torch.Tensor:
+    q, k, v = qkv
+    return attend(q, k, v, pattern, backend=backend)
 
 
 def test_refusals() -> None:

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +47,8 @@ def measured(backend: str, first: bool) -> dict[str, float]:
     row = Row(backend=backend, order=NATURAL, status="chosen", version=registry.load(backend).version(), median_ms=1.0)
     Store(cache_folder()).put(Request.of(of).decision((backend, NATURAL), "measured", [row]))
     took = []
-    for call in (lambda: first and warm(progress=False), *[lambda: attend(q, k, v, PATTERN)] * (1 + LATER)):
+    calls: list[Callable[[], object]] = [partial(attend, q, k, v, PATTERN)] * (1 + LATER)
+    for call in (partial(warm, progress=False) if first else list, *calls):
         start = time.perf_counter()
         call()
         took.append((time.perf_counter() - start) * 1e3)
