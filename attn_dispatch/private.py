@@ -37,6 +37,9 @@ def lost(name: str) -> Callable[..., Any]:
     return refuse
 
 
+NoOverrides: Any = of_torch("torch._C:DisableTorchFunctionSubclass")  #: of functions, by a tensor's class
+tree_leaves: Callable[[Any], list[Any]] = of_torch("torch.utils._pytree:tree_leaves")
+
 # --- modes --------------------------------------------------------------------------------------------------------
 
 #: A dispatch mode of an unknown kind: as one that traces.

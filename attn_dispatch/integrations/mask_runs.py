@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_leaves
 
+from attn_dispatch.errors import NoBackend
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable
+from attn_dispatch.private import NoOverrides, tree_leaves
 from attn_dispatch.spec.data import Ranges
 
 MOST_RUNS = 3  #: intervals of keys that a query may see
@@ -130,7 +131,7 @@ def edges_of(function: Any, queries: Tensor, keys: Tensor, batch: int) -> Tensor
     places = (rows, None), (rows[:1], None), (queries[None, None, :, None], True), (keys[None, None, None], False)
     try:
         found = _condition(function(*(_Place.of(*each) for each in places))).edges(None)
-    except (_UnknownError, TypeError, AttributeError, RuntimeError, LookupError) as error:
+    except (_UnknownError, NoBackend, TypeError, AttributeError, RuntimeError, LookupError) as error:
         raise Unreadable(str(error)) from error
     edges = _merged(found, keys.new_tensor([[[0, len(keys)]]]), torch.logical_and)
     return edges.expand(batch, len(queries), -1)
@@ -157,7 +158,7 @@ class _Place(Tensor):
         kinds = {x.of_queries for x in places} - {None}
         if len(kinds) > 1 or any(isinstance(x, _Met) for x in given):
             return _met(function, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with NoOverrides():
             _check_elementwise(function, given, args)
             found = function(*args, **(kwargs or {}))
             if isinstance(found, torch.device | torch.dtype):

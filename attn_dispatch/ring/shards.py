@@ -20,7 +20,7 @@ from attn_dispatch.ring.link import Link, agree, errors_sent, gathered, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of, tokens_of
 from attn_dispatch.spec import checks
-from attn_dispatch.spec.tensors import axis_of
+from attn_dispatch.spec.checks import axis_of
 from attn_dispatch.spec.tracing import ContextParallel
 
 

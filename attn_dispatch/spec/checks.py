@@ -131,3 +131,14 @@ def boolean(name: str, value: object) -> None:
 def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InvalidInput(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def axis_of(x: object, dim: object) -> int:
+    """The axis `dim` of a tensor, counted from its first one."""
+    from torch import Tensor
+
+    if not isinstance(x, Tensor):
+        raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise InvalidInput(f"dim must be an axis of x, which has {x.ndim}, got {dim!r}")
+    return dim % x.ndim

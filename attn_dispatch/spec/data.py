@@ -324,12 +324,11 @@ class Ranges(DataPattern):
         left, right = (x.masked_fill(keys == 0, -1).amax() for x in (token - first, last - token))
         low, high = (token - left).clamp(min=0), (token + right).clamp(max=k_len - 1)
         alike = torch.where(keys > 0, (first == low) & (last == high), low > high).all()
-        seen = keys.sum(1).double()
-        mean, most, *found = torch.stack([seen.mean(), seen.max(), left, right, alike]).tolist()
-        *sides, is_window = map(int, found)
+        seen = keys.sum(1)
+        pairs, most, *sides, is_window = torch.stack([seen.sum(), seen.max(), left, right, alike.long()]).tolist()
         window = Window(*sides).simplify(q_len, k_len, 1) if is_window and branches == 1 and min(sides) >= 0 else None
         # Of one query any interval to the end is a window: another one, to be decided on, at each step of decoding.
-        return _facts(mean / k_len, most / k_len, window if q_len > 1 or window == Dense() else None)
+        return _facts(pairs / seen.numel() / k_len, most / k_len, window if q_len > 1 or window == Dense() else None)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         first, last = self.data[..., q_pos, None]
@@ -490,9 +489,9 @@ class Blocks(DataPattern):
         counts = self.block_counts(k_len)
         if not counts.numel():
             return EMPTY
-        shares = (counts > 0).double().mean(-1)
-        mean, most, is_whole = torch.stack([shares.mean(), shares.max(), (counts == 1).all()]).tolist()
-        return _facts(mean, most, self.within if is_whole else None)
+        seen = (counts > 0).sum(-1)
+        blocks, most, is_whole = torch.stack([seen.sum(), seen.max(), (counts == 1).all().long()]).tolist()
+        return _facts(blocks / counts.numel(), most / counts.shape[-1], self.within if is_whole else None)
 
     def _counts(self, q_pos: Tensor, k_pos: Tensor, q_len: int, k_len: int, heads: int, h_pos: Sequence[int]) -> Tensor:
         import torch

@@ -19,6 +19,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.spec.checks import axis_of
 from attn_dispatch.spec.checks import length as token_count
 from attn_dispatch.spec.pattern import Dense, Pattern
 from attn_dispatch.spec.reach import Offsets, Reach
@@ -285,8 +286,6 @@ def positions(order: str, pattern: Pattern, length: int) -> Tensor:
 
 
 def _of_tokens(x: Tensor, order: str, pattern: Pattern, dim: int) -> Tensor | None:
-    from attn_dispatch.spec.tensors import axis_of
-
     axis = axis_of(x, dim)
     return _checked_permutation(order, pattern, x.shape[axis])
 

@@ -103,15 +103,6 @@ def check_tensor(name: str, tensor: object, may_be_empty: tuple[int, ...] = ()) 
         raise InvalidInput(f"{name} must have at least one entry on every axis, got {list(tensor.shape)}")
 
 
-def axis_of(x: object, dim: object) -> int:
-    """The axis `dim` of a tensor, counted from its first one."""
-    if not isinstance(x, Tensor):
-        raise InvalidInput(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise InvalidInput(f"dim must be an axis of x, which has {x.ndim}, got {dim!r}")
-    return dim % x.ndim
-
-
 def common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     kind = tensors["q"].device.type
     cast = autocast_dtype(kind)

@@ -265,7 +265,8 @@ def test_what_does_not_fit_is_refused() -> None:
         attend(Q, K, V, pattern)
     table[:], first[:] = False, 3
     for pattern in patterns:
-        for arguments in dict[str, Any](), {"backend": "sdpa"}, {"sink": torch.zeros(4)}:
+        more: list[dict[str, Any]] = [{}, {"backend": "sdpa"}, {"sink": torch.zeros(4)}]
+        for arguments in more:
             with pytest.raises(InvalidInput, match="was changed in place after its"):
                 attend(Q, K, V, pattern, **arguments)
     for pattern in (window(rows=3), window(length=N - 1)):

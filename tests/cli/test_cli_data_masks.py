@@ -25,7 +25,7 @@ def test_recorded_measured_shown_and_exchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], set_mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, at = torch.randn(1, 64, 2, 8), torch.arange(64)[None]
-    patterns = Blocks(torch.ones(1, 1, 8, 8).tril().bool(), 8), Ranges(at - at, at)
+    patterns = Blocks(torch.ones(1, 1, 8, 8).tril().bool(), 8), Ranges(at - at, at.clamp(min=1))
     file, bundle = str(tmp_path / "problems.jsonl"), str(tmp_path / "decisions.json")
     set_mode("off")
     with record(file):

@@ -53,7 +53,7 @@ MOST_FILES = 13  #: of a room: one with more is about more than one thing; backe
 #: lines for anything else takes others away.
 LINES = {
     "api": 1095,
-    "backends": 2120,
+    "backends": 2125,
     "base": 535,
     "calls": 1140,
     "cli": 3050,

@@ -11,7 +11,7 @@ from tests.house.test_architecture import MODULES, imports, nodes
 LONGEST_CHAIN = 22  #: modules that import each other in a row
 PATTERN_TESTS = 40  #: isinstance() of patterns: geometry belongs to the patterns and spec/reach
 UNFORMATTED = 10  #: statements that ruff leaves as they are
-LONG_LINES = 830  #: of more than 115 characters
+LONG_LINES = 870  #: of more than 115 characters
 PATTERNS = {"Pattern", "Dense", "Dilated", "Window", "Neighborhood", "Reordered"}
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
 

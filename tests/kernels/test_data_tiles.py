@@ -194,7 +194,8 @@ def test_threads_take_turns_in_the_interpreter() -> None:
 
 def _of(backend: str, qkv: tuple[torch.Tensor, ...], pattern: Ranges) -> torch.Tensor:
     q, k, v = qkv
-    return attend(q, k, v, pattern, backend=backend)
+    found: torch.Tensor = attend(q, k, v, pattern, backend=backend)
+    return found
 
 
 def test_refusals() -> None:

@@ -133,7 +133,8 @@ class Call:
         more: dict[str, Any] = dict(self.asked.more)
         if self.trains:
             weights = [x.to(NAME) for x in (self.grad, self.grad_lse)[: len(results)]]
-            results |= zip(("dq", "dk", "dv"), torch.autograd.grad(tuple(results.values()), self.qkv, weights))
+            gradients = torch.autograd.grad(tuple(results.values()), self.qkv, weights)
+            results |= dict(zip(("dq", "dk", "dv"), gradients))
             more |= {"grad": self.grad, "grad_lse": self.grad_lse if self.lse else None}
         q, k, v = self.given
         expected = oracle(q, k, v, self.asked.pattern, **more)

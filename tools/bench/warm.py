@@ -40,7 +40,7 @@ ABOUT = "A LongNet call of 2,048 tokens, in new processes, each with a stored de
 LATER = 20  #: calls after the first, of which the median counts
 
 
-def measured(backend: str, first: bool) -> dict[str, float]:
+def measured(backend: str, first: bool) -> dict[str, Any]:
     """The first call of this process, and later ones; with `first`, after `warm()`."""
     q, k, v = (torch.randn(1, 2048, 8, 64) for _ in range(3))
     of = Problem.of(q, k, v, PATTERN)
@@ -52,17 +52,17 @@ def measured(backend: str, first: bool) -> dict[str, float]:
         start = time.perf_counter()
         call()
         took.append((time.perf_counter() - start) * 1e3)
-    return {"warm_ms": took[0], "first_ms": took[1], "usual_ms": median(took[2:])}
+    return {"warm_ms": took[0] if first else None, "first_ms": took[1], "usual_ms": median(took[2:])}
 
 
-def processes(backend: str, folder: Path) -> Iterator[tuple[str, dict[str, float]]]:
+def processes(backend: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """What each process measured, in turn, and how many libraries were compiled for it."""
     names = {"XDG_CACHE_HOME": "home", "ATTN_DISPATCH_CACHE_DIR": "decisions", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
     env = {**os.environ, "ATTN_DISPATCH_MODE": "locked", **{name: str(folder / of) for name, of in names.items()}}
     for process, first in PROCESSES.items():
-        before = set(folder.rglob("*.so"))
         if process == "after `attn-dispatch warm`":
             subprocess.run([sys.executable, "-m", "attn_dispatch", "warm"], env=env, check=True, capture_output=True)
+        before = set(folder.rglob("*.so"))
         code = f"import json; from tools.bench.warm import measured; print(json.dumps(measured({backend!r}, {first})))"
         done = subprocess.run([sys.executable, "-c", code], env=env, check=True, stdout=subprocess.PIPE, text=True)
         yield process, {**json.loads(done.stdout), "compiled": len(set(folder.rglob("*.so")) - before)}
@@ -70,11 +70,15 @@ def processes(backend: str, folder: Path) -> Iterator[tuple[str, dict[str, float
 
 def tables(found: Any) -> Iterator[Table]:
     rows = [
-        (f"`{backend}`", process, *(milliseconds(one[name]) for name in ("warm_ms", "first_ms", "usual_ms")))
+        (f"`{backend}`", process, *map(_cell, (one["warm_ms"], one["first_ms"], one["usual_ms"])), str(one["compiled"]))
         for backend, each in found["processes"].items()
         for process, one in each.items()
     ]
-    yield Table(("backend", "process", "`warm()`", "first call", "later ones, median"), rows, ABOUT)
+    yield Table(("backend", "process", "`warm()`", "first call", "later ones, median", "compiled"), rows, ABOUT)
+
+
+def _cell(ms: float | None) -> str:
+    return "-" if ms is None else milliseconds(ms)
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ _cached: WeakKeyDictionary[TileTable, dict[Any, Any]] = WeakKeyDictionary()
 def cached_with(table: TileTable, key: object, make: Callable[[], T]) -> T:
     """What is made from a table, cached as long as the table exists where that saves the device a wait."""
     device = table.keys.device
-    if device.type == "cpu":
+    if device.type == "cpu" and device.type not in device_cache.DEVICES:
         return make()
     found = _cached.setdefault(table, {})
     if key not in found:
