@@ -32,7 +32,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     of_q = type(q), q.shape, q.stride(), q.dtype, q.device, q.requires_grad, q.is_neg(), is_fake(q)
     of_k = type(k), k.shape, k.stride(), k.dtype, k.device, k.requires_grad, k.is_neg(), is_fake(k)
     of_v = type(v), v.shape, v.stride(), v.dtype, v.device, v.requires_grad, v.is_neg(), is_fake(v)
-    return of_q, of_k, of_v, autocast_dtype(q.device.type)
+    return of_q, of_k, of_v, autocast_dtype(q.device.type), private.early_mode_count()
 
 
 def _guarded(q: Tensor, k: Tensor, v: Tensor) -> Fits | None:
