@@ -6,6 +6,7 @@ raises NoBackend.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
@@ -80,7 +81,9 @@ def without_function_modes() -> Iterator[None]:
 # --- tracers ------------------------------------------------------------------------------------------------------
 
 _TRACERS = "torch._subclasses.fake_tensor:FakeTensor", "torch._subclasses.functional_tensor:FunctionalTensor"
-TRACERS: tuple[Any, ...] = tuple(filter(None, (of_torch(name, None) for name in _TRACERS)))
+with warnings.catch_warnings():  # torch warns where NumPy is not installed; nothing here needs NumPy
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    TRACERS: tuple[Any, ...] = tuple(filter(None, (of_torch(name, None) for name in _TRACERS)))
 #: Also of those that torch 2.14 makes in C++, which are plain `Tensor`s by type.
 is_fake: Callable[[Any], bool] = of_torch("torch._C:_is_fake_tensor", lambda x: False)
 
@@ -100,7 +103,7 @@ unwrapped: Callable[[Any], Any] = of_torch("torch._C:_functorch.get_unwrapped")
 
 
 def transforms() -> set[Any]:
-    """The kinds of the active transforms of torch.func; of every kind, and an unknown one, where they are not told."""
+    """The kinds of the active transforms of torch.func; of every kind, and an unknown one, where torch does not say."""
     if _interpreters and _kinds:
         return {each.key() for each in _interpreters() or ()}
     return {GRAD, VMAP, "unknown"} if is_transformed() else set()

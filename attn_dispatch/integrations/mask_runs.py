@@ -1,7 +1,7 @@
 """The runs of keys that each query sees by a mask function of (batch, head, query, key).
 
 The function gets positions that note whether they are of queries or of keys. What it computes of one kind is computed;
-where the kinds meet, in a comparison, the keys that a query sees lie between a few edges, which sorting finds. Where it
+where a query is compared with a key, the keys that it sees lie between a few edges, which sorting finds. Where it
 does anything else, it is asked about all pairs.
 """
 
@@ -130,14 +130,14 @@ def edges_of(function: Any, queries: Tensor, keys: Tensor, batch: int) -> Tensor
     rows = torch.arange(batch, device=keys.device)[:, None, None, None]
     places = (rows, None), (rows[:1], None), (queries[None, None, :, None], True), (keys[None, None, None], False)
     try:
-        found = _condition(function(*(_Place.of(*each) for each in places))).edges(None)
+        found = _condition(function(*(_Positions.of(*each) for each in places))).edges(None)
     except (_UnknownError, NoBackend, TypeError, AttributeError, RuntimeError, LookupError) as error:
         raise Unreadable(str(error)) from error
     edges = _merged(found, keys.new_tensor([[[0, len(keys)]]]), torch.logical_and)
     return edges.expand(batch, len(queries), -1)
 
 
-class _Place(Tensor):
+class _Positions(Tensor):
     """What a function computes of rows of the batch and queries alone, [1 or batch, 1, queries, 1], or of keys alone.
 
     `of_queries` is None where it is of rows alone.
@@ -146,7 +146,7 @@ class _Place(Tensor):
     of_queries: bool | None
 
     @classmethod
-    def of(cls, x: Tensor, of_queries: bool | None) -> _Place:
+    def of(cls, x: Tensor, of_queries: bool | None) -> _Positions:
         found = x.as_subclass(cls)
         found.of_queries = of_queries
         return found
@@ -154,10 +154,10 @@ class _Place(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tree_leaves((args, kwargs or {}))
-        places = [x for x in given if isinstance(x, _Place)]
+        places = [x for x in given if isinstance(x, _Positions)]
         kinds = {x.of_queries for x in places} - {None}
-        if len(kinds) > 1 or any(isinstance(x, _Met) for x in given):
-            return _met(function, args, kwargs)
+        if len(kinds) > 1 or any(isinstance(x, _Pairwise) for x in given):
+            return _pairwise(function, args, kwargs)
         with NoOverrides():
             _check_elementwise(function, given, args)
             found = function(*args, **(kwargs or {}))
@@ -177,8 +177,8 @@ def _name(function: Any) -> str:
 def _check_elementwise(function: Any, given: list[Any], args: Any) -> None:
     """Where a function computes of each position on its own, all at once are as good. Raises _UnknownError."""
     name = _name(function)
-    tables = [x for x in given if isinstance(x, Tensor) and not isinstance(x, _Place) and x.numel() > 1]
-    if name == "getitem" and not isinstance(args[0], _Place):
+    tables = [x for x in given if isinstance(x, Tensor) and not isinstance(x, _Positions) and x.numel() > 1]
+    if name == "getitem" and not isinstance(args[0], _Positions):
         tables = [x for x in tables if x is not args[0]]
     elif name not in ELEMENTWISE:
         raise _UnknownError(f"{name} of positions")
@@ -192,8 +192,8 @@ def _plain(x: Tensor) -> Tensor:
     return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))[:, 0]
 
 
-def _met(function: Any, args: Any, kwargs: Any = None) -> Any:
-    """An operator of two kinds of positions, or of what became of them."""
+def _pairwise(function: Any, args: Any, kwargs: Any = None) -> Any:
+    """An operator of a query and a key, or of what was computed of both."""
     name = _name(function)
     if name == "abs" and len(args) == 1 and not kwargs:
         return abs(args[0])
@@ -203,13 +203,13 @@ def _met(function: Any, args: Any, kwargs: Any = None) -> Any:
     if name in ("and", "or"):
         one, other = _condition(one), _condition(other)
         return one & other if name == "and" else one | other
-    if name == "sub" and not (isinstance(one, _Met) or isinstance(other, _Met)):
+    if name == "sub" and not (isinstance(one, _Pairwise) or isinstance(other, _Pairwise)):
         return _Distance(one, other)
     return _compared(name, one, other)
 
 
-class _Met:
-    """What became of queries and keys."""
+class _Pairwise:
+    """What was computed of both a query and a key."""
 
     def _refuse(self, *_: object) -> NoReturn:
         raise _UnknownError(f"a {type(self).__name__} that decides what is done, or is compared")
@@ -219,10 +219,10 @@ class _Met:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _met(function, args, kwargs)
+        return _pairwise(function, args, kwargs)
 
 
-class _Condition(_Met):
+class _Condition(_Pairwise):
     """A condition: `edges` of keys that are near, maybe of others too. The cheapest of several `terms` come first."""
 
     device = None  # whatever is moved there stays where it is
@@ -255,7 +255,7 @@ def _condition(x: Any) -> _Condition:
     if isinstance(x, _Condition):
         return x
     x = x if isinstance(x, Tensor) else torch.tensor(x)
-    if x.dtype != torch.bool or not (isinstance(x, _Place) or x.numel() == 1):
+    if x.dtype != torch.bool or not (isinstance(x, _Positions) or x.numel() == 1):
         raise _UnknownError(f"a condition that is a {x.dtype} {list(x.shape)}")
     seen = _plain(x)
     if seen.shape[2] > 1:
@@ -264,11 +264,11 @@ def _condition(x: Any) -> _Condition:
 
 
 @dataclass(eq=False)
-class _Distance(_Met):
+class _Distance(_Pairwise):
     """A position of one kind minus one of the other; `is_absolute`: how far they lie apart."""
 
-    place: _Place
-    other: _Place
+    place: _Positions
+    other: _Positions
     is_absolute: bool = False
 
     def __abs__(self) -> _Distance:
@@ -302,7 +302,7 @@ MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "n
 
 def _compared(name: str, one: Any, other: Any) -> _Condition:
     """The condition that compares a query with a key. Raises _UnknownError."""
-    if name not in MIRRORED or isinstance(one, _Met) or isinstance(other, _Met):
+    if name not in MIRRORED or isinstance(one, _Pairwise) or isinstance(other, _Pairwise):
         raise _UnknownError(f"{name} of queries and keys")
     if other.of_queries:
         name, one, other = MIRRORED[name], other, one

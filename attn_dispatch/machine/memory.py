@@ -57,15 +57,15 @@ def available_bytes(device: torch.device | str) -> int:
     where = resolve(device)
     if where.type == "cpu":
         return _host_available()
-    return _cuda_available(where.index) if where.type == "cuda" else _told(where)[0]
+    return _cuda_available(where.index) if where.type == "cuda" else _reported(where)[0]
 
 
 def total_bytes(device: torch.device) -> int | None:
     """Bytes of memory of a device that is neither a CPU nor one of CUDA; None: torch does not tell."""
-    return _told(device)[1]
+    return _reported(device)[1]
 
 
-def _told(device: torch.device) -> tuple[int, int | None]:
+def _reported(device: torch.device) -> tuple[int, int | None]:
     """Free bytes, with torch's idle cache, and all, by the device's module or by torch.accelerator."""
     import torch
 

@@ -58,7 +58,7 @@ class Form(Pattern):
         return density + (f", longest row {2**self.imbalance}x" if self.imbalance else "")
 
 
-class Facts(NamedTuple):
+class DataFacts(NamedTuple):
     """What the values of a pattern's tensors say: the classes of its form, and the pattern without tensors that sees
     the same, if there is one.
     """
@@ -79,7 +79,7 @@ class DataPattern(Pattern):
 
     __slots__ = ("_facts", "data", "given")
     holds_data = True
-    _facts: dict[int, Facts]
+    _facts: dict[int, DataFacts]
     data: Tensor
     given: tuple[tuple[str, Tensor, int | None], ...]
     __hash__ = None  # type: ignore[assignment]
@@ -137,7 +137,7 @@ class DataPattern(Pattern):
                 kind = type(self).__name__
                 raise InvalidInput(f"{name} was changed in place after its {kind} was made: make a new {kind}")
 
-    def facts(self, k_len: int | None) -> Facts | None:
+    def facts(self, k_len: int | None) -> DataFacts | None:
         """Found once for a number of keys, which waits for the tensors' device. None where no value can be read: in
         graphs and transforms.
         """
@@ -154,7 +154,7 @@ class DataPattern(Pattern):
         return self._facts[k_len]
 
     @abstractmethod
-    def _read(self, k_len: int) -> Facts:
+    def _read(self, k_len: int) -> DataFacts:
         """The facts, from the tensors' values."""
 
     def _classes(self, k_len: int | None) -> tuple[int, int] | tuple[None, None]:
@@ -179,15 +179,15 @@ def _either(*sizes: int) -> str:
     return " or ".join(map(str, sorted(set(sizes))))
 
 
-EMPTY = Facts(SPARSEST, 0, None)  #: of a pattern without queries or keys
+EMPTY = DataFacts(SPARSEST, 0, None)  #: of a pattern without queries or keys
 
 
-def _facts(mean: float, most: float, plain: Pattern | None) -> Facts:
+def _facts(mean: float, most: float, plain: Pattern | None) -> DataFacts:
     """From the shares of the keys that rows of the data see: their mean, and the largest."""
     if not mean:
-        return Facts(SPARSEST, 0, plain)
+        return DataFacts(SPARSEST, 0, plain)
     density, imbalance = max(SPARSEST, round(2 * math.log2(min(1.0, mean)))), round(math.log2(most / mean))
-    return Facts(density, min(MOST_UNEVEN, imbalance), plain)
+    return DataFacts(density, min(MOST_UNEVEN, imbalance), plain)
 
 
 def _int32(x: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class Ranges(DataPattern):
         first, last = self.data
         return Ranges(first.maximum(low[:, None]), last.minimum(high[:, None]))
 
-    def _read(self, k_len: int) -> Facts:
+    def _read(self, k_len: int) -> DataFacts:
         import torch
 
         _, _, branches, q_len = self.data.shape
@@ -483,7 +483,7 @@ class Blocks(DataPattern):
         at = torch.where((self.data >= 0) & (self.data < k_blocks), self.data, k_blocks).long()
         return found.scatter_add_(3, at, torch.ones_like(at, dtype=torch.int32))[..., :k_blocks]
 
-    def _read(self, k_len: int) -> Facts:
+    def _read(self, k_len: int) -> DataFacts:
         import torch
 
         counts = self.block_counts(k_len)

@@ -113,7 +113,7 @@ def _pattern_title(pattern: Mapping[str, Any]) -> str:
 
 
 def _form_words(pattern: Mapping[str, Any]) -> list[str]:
-    """What is told of a mask made of data besides its density."""
+    """What a key holds of a mask made of data besides its density."""
     words = [f"size={','.join(map(str, pattern['size']))}"] if "size" in pattern else []
     words += [f"intervals={pattern['intervals']}"] if "intervals" in pattern else []
     words += [f"within {_pattern_title(pattern_class(pattern['within']))}"] if "within" in pattern else []

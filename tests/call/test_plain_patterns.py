@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from attn_dispatch import Blocks, Dense, Dilated, Ranges, Window, attend, explain
 from attn_dispatch.calls import routes
 from attn_dispatch.errors import InvalidInput, NoBackend
-from attn_dispatch.spec.data import DataPattern, Facts
+from attn_dispatch.spec.data import DataFacts, DataPattern
 from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import close, formula
 from tests.support.graphs import aot, attended
@@ -245,7 +245,7 @@ def test_values_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     read = Ranges._read
 
-    def counted(self: Ranges, k_len: int) -> Facts:
+    def counted(self: Ranges, k_len: int) -> DataFacts:
         reads.append(k_len)
         return read(self, k_len)
 

@@ -54,7 +54,7 @@ MOST_FILES = 13  #: of a room: one with more is about more than one thing; backe
 LINES = {
     "api": 1095,
     "backends": 2125,
-    "base": 535,
+    "base": 540,
     "calls": 1140,
     "cli": 3050,
     "compat": 510,
