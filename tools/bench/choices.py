@@ -13,7 +13,7 @@ import argparse
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from attn_dispatch.kernels.registry import LAST_RESORT
@@ -24,7 +24,8 @@ from tools.lib.models import planned
 from tools.lib.tables import Table
 
 TAKES = "20 min"
-JUDGES, SECONDS = 2, 2.5  #: processes: times may differ by a tenth from one to the next; of rounds for a problem
+JUDGES, SECONDS = 2, 2.5  #: processes that time all problems; of rounds for a problem
+AGREE = 1.1  #: ratios of a choice to the fastest; where two judges' differ by more, a third one decides
 QUICK_SECONDS, QUICK_EVERY = 0.5, 9
 NEAR = (1.05, 1.2)  #: ratios to the fastest within which choices are counted
 IDLE, LOADED = "idle", "loaded"
@@ -71,7 +72,7 @@ def figures(problems: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         RuntimeError: a chosen candidate could not be timed, or its result was wrong.
     """
     times: list[list[Times]]
-    times = [[{name: one["median_ms"] for name, one in judge.items()} for judge in each["judges"]] for each in problems]
+    times = [[_medians(judge) for judge in each["judges"]] for each in problems]
     found: dict[str, Any] = {"runs": {}, "backends": {}}
     for run in problems[0]["choices"]:
         ratios = []
@@ -184,19 +185,36 @@ def measure(
     for _ in range(1 if given.quick else JUDGES):
         choices.wait_until_calm(wait_s)
         judges.append(choices.judged(family, names, QUICK_SECONDS if given.quick else seconds))
+    unclear = {
+        number: each for number, each in names.items() if _differ([judge[str(number)] for judge in judges], each)
+    }
+    if unclear:
+        choices.wait_until_calm(wait_s)
+        judges.append(choices.judged(family, unclear, seconds))
     problems = [
         {
             "model": every[number].of.model,
             "title": judges[0][str(number)]["title"],
             "choices": {run: _choice(found[index]) for run, found in runs.items()},
             **{name: judges[0][str(number)][name] for name in ("refused", "left_out", "wrong")},
-            "disturbed": [judge[str(number)]["disturbed"] for judge in judges],
-            "judges": [judge[str(number)]["times"] for judge in judges],
+            "disturbed": [judge[str(number)]["disturbed"] for judge in judges if str(number) in judge],
+            "judges": [judge[str(number)]["times"] for judge in judges if str(number) in judge],
         }
         for index, number in enumerate(which)
     ]
     found = {"quick": given.quick, "loops": loops, **figures(problems), "problems": problems}
     write(given.output, found, show)
+
+
+def _differ(judges: Sequence[Mapping[str, Any]], names: Collection[str]) -> bool:
+    """Whether two judges' ratios of a choice to the fastest differ by more than `AGREE`."""
+    times = [_medians(judge["times"]) for judge in judges]
+    ratios = [[over_fastest([each], name) for each in times if name in each] for name in names]
+    return any(each and max(each) > AGREE * min(each) for each in ratios)
+
+
+def _medians(times: Mapping[str, Mapping[str, float]]) -> Times:
+    return {name: one["median_ms"] for name, one in times.items()}
 
 
 def _choice(found: Mapping[str, Any]) -> dict[str, Any]:
