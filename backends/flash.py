@@ -12,7 +12,6 @@ import importlib.metadata
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -28,6 +27,7 @@ from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligne
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture, refuse_compiling
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.kernels.numerics import with_positive_scale
+from attn_dispatch.machine.devices import current_device
 from attn_dispatch.spec.data import BlocksForm, Form
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
@@ -233,10 +233,6 @@ def extension2() -> Any:
 def operators3() -> Any:
     """Those of flash-attn 3: of a build of the Hub, else by the name that its own build registers."""
     return PACKAGE3.load() if isinstance(PACKAGE3, hub.Build) else torch.ops.flash_attn_3
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
