@@ -69,10 +69,6 @@ class Generation(Kernel):
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return replace(self, documents=(starts, max(2, *lengths)))  # 1: generation 2 would take a way of its own
 
-    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
-        return out[..., : call.q.shape[-1]], lse
-
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op, windowed = self._forward(is_causal, scale), self.window != (None, None) or self.lengths is not None
 
