@@ -23,7 +23,7 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, Result
-from attn_dispatch.kernels.device_cache import is_noted, note
+from attn_dispatch.kernels.device_cache import note
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.tiles.estimates import (
@@ -45,7 +45,7 @@ from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
-name = "triton_tiles"
+name, version = "triton_tiles", support.version
 score_terms = ("softcap", "bias", "alibi_slopes")
 takes_data = True
 shares_builds = specialized_trains = True
@@ -56,7 +56,6 @@ PATTERNS = (Dilated, Neighborhood)  #: also within Reordered
 TILES = {64: 1.0, 128: 1.2}
 SINGLE_TILES = {32: 1.0}  #: for float32, which has no larger blocks
 INTERPRETED_TILES = {64: 1.0}
-INTERPRETED = BlockConfig(64, 64, 4, 1)
 LIST_LIMIT = 2**27  #: tile pairs of all heads; their blocks are numbered in 32 bits
 # Positions take registers: by ptxas's report, eight warps where `triton` has four, and smaller blocks at the largest
 # head_dim.
@@ -69,11 +68,7 @@ SINGLE = {
 HIDING = ("seq_lens", "pattern_data")
 BUILDING = 8  #: 64-bit temporaries for one list
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of(SINGLE)
-
-
-def version() -> str:
-    return support.version()
+FORWARD, BACKWARD_Q, BACKWARD_KV = KERNELS = kernels_of(SINGLE)
 
 
 def refusals(problem: Problem) -> list[Refusal]:
@@ -99,25 +94,19 @@ def orders(problem: Problem) -> tuple[str, ...]:
 
 
 def flops(problem: Problem, order: str = NATURAL) -> int:
-    products = (
-        _pairs(problem, order) * tile_size(problem, order) ** 2 * sum(each.products for each in _kernels(problem))
-    )
+    products = sum(each.products for each in support.needed(KERNELS, problem))
+    products *= _pairs(problem, order) * tile_size(problem, order) ** 2
     return products * problem.batch * problem.heads * problem.head_dim * 2
 
 
 def first_call_ms(problem: Problem) -> float:
-    """Estimated compile time with an empty cache; 0 if this process has such kernels."""
-    if problem.device.type == "cpu" or is_noted(name, problem, tile_size(problem, NATURAL)):
-        return 0.0
-    return support.COMPILE_MS * len(_kernels(problem))
+    return support.first_call_ms(name, problem, tile_size(problem, NATURAL))
 
 
 def workspace_bytes(problem: Problem) -> int:
     """The most bytes in any order of `orders`, lists included."""
-    # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
-    sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
-    sums += copied_bytes(problem, masked_keys=False, padding=isinstance(problem.pattern, Form))
-    sums += support.given_bytes(problem)
+    sums = copied_bytes(problem, masked_keys=False, padding=isinstance(problem.pattern, Form))
+    sums += support.bytes_beside_lists(problem)
     return sums + max(_list_bytes(problem, order) for order in orders(problem))
 
 
@@ -174,14 +163,12 @@ def tile_size(problem: Problem, order: str) -> int:
 @lru_cache(maxsize=4096)
 def block_configs(each: TritonKernel, problem: Problem, tile: int) -> tuple[BlockConfig, ...]:
     """The blocks to try, in order of preference; their sides divide the tile."""
-    found = (INTERPRETED,) if problem.device.type == "cpu" else fitting_blocks(each, problem)
-    return tuple(dict.fromkeys(clipped(block, tile, tile) for block in found))
+    return tuple(dict.fromkeys(clipped(block, tile, tile) for block in fitting_blocks(each, problem)))
 
 
 def _passes(problem: Problem, order: str, tile: int, data: Tensor | None, *more: Any) -> TritonPasses:
-    kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
     blocks, lists = (lambda each: block_configs(each, problem, tile)), partial(_lists, problem, order, tile, data)
-    return TritonPasses(problem, kernels, blocks, lists, *more)
+    return TritonPasses(problem, KERNELS, blocks, lists, *more)
 
 
 def _lists(
@@ -195,10 +182,6 @@ def _lists(
     masks = found.masks, found.reach, found.counts, found.block_at
     tables = Tables(side.spans, side.pairs, None, found.kind_of, rows, columns, *masks)
     return Lists(len(rows) // block.rows, 1, tables, tile=tile, by_row=len(found.kind_of) > problem.heads)
-
-
-def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:
-    return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
 
 
 def _pairs(problem: Problem, order: str) -> int:
