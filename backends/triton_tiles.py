@@ -26,15 +26,7 @@ from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.kernels.device_cache import note
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.tiles.estimates import (
-    PAIR_LIMIT,
-    branch_count,
-    estimated_keys,
-    estimated_pairs,
-    tables_per_head,
-    tile_lists_bytes,
-    tile_table_bytes,
-)
+from attn_dispatch.kernels.tiles import estimates
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, data_lists_of, forget_lists, tile_lists_of
 from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped
@@ -75,14 +67,14 @@ def refusals(problem: Problem) -> list[Refusal]:
     natural = problem.pattern.natural
     known = (Form,) if isinstance(natural, Form) else PATTERNS
     found = support.refusals(replace(problem, pattern=natural), known)
-    if (branches := branch_count(problem)) > MAX_BRANCHES:
+    if (branches := estimates.branch_count(problem)) > MAX_BRANCHES:
         found.append(Refusal("pattern", f"takes {MAX_BRANCHES} branches, not {branches}"))
     if not found:
         pairs = max(_pairs(problem, order) for order in orders(problem))
-        every = pairs * len(head_classes(problem.pattern, problem.heads)) * tables_per_head(problem)
-        if pairs > PAIR_LIMIT or every > LIST_LIMIT:
-            text = f"{problem.pattern} makes about {pairs} pairs of tiles, over {PAIR_LIMIT}"
-            if pairs <= PAIR_LIMIT:
+        every = pairs * len(head_classes(problem.pattern, problem.heads)) * estimates.tables_per_head(problem)
+        if pairs > estimates.PAIR_LIMIT or every > LIST_LIMIT:
+            text = f"{problem.pattern} makes about {pairs} pairs of tiles, over {estimates.PAIR_LIMIT}"
+            if pairs <= estimates.PAIR_LIMIT:
                 text = f"{problem.pattern} makes about {every} pairs of tiles for all heads, over {LIST_LIMIT}"
             found.append(Refusal("pattern", text))
     return found
@@ -157,7 +149,7 @@ def tile_size(problem: Problem, order: str) -> int:
         tiles = INTERPRETED_TILES
     else:
         tiles = SINGLE_TILES if problem.dtype == torch.float32 else TILES
-    return min(tiles, key=lambda tile: estimated_keys(problem, order, tile) / tiles[tile])
+    return min(tiles, key=lambda tile: estimates.estimated_keys(problem, order, tile) / tiles[tile])
 
 
 @lru_cache(maxsize=4096)
@@ -186,11 +178,11 @@ def _lists(
 
 def _pairs(problem: Problem, order: str) -> int:
     """Estimated tile pairs of one head."""
-    return estimated_pairs(problem, order, tile_size(problem, order))
+    return estimates.estimated_pairs(problem, order, tile_size(problem, order))
 
 
 def _list_bytes(problem: Problem, order: str) -> int:
     tile = tile_size(problem, order)
-    held = tile_lists_bytes(problem, order, tile)
+    held = estimates.tile_lists_bytes(problem, order, tile)
     # On a CPU the memory for building them counts too.
-    return held if problem.device.type != "cpu" else BUILDING * held + tile_table_bytes(problem, order, tile)
+    return held if problem.device.type != "cpu" else BUILDING * held + estimates.tile_table_bytes(problem, order, tile)
