@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native import run
-from attn_dispatch.kernels.native.tables import TILE, VECTOR, VECTORS, NativeTables, group_of_vectors
+from attn_dispatch.kernels.native.tables import TILE, VECTORS, NativeTables, group_of_vectors, runs_of
 from attn_dispatch.kernels.progressions import OPEN
 from attn_dispatch.spec.data import Blocks, BlocksForm, DataPattern, Ranges, RangesForm, derived
 from attn_dispatch.spec.pattern import Pattern
@@ -177,7 +177,7 @@ def refused_within(within: Pattern) -> bool:
     return bool(within.branches) or bool(within.axes)
 
 
-def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> NativeTables:
+def _joined(runs: Runs, listed: Runs, tables: int, sizes: Sizes) -> NativeTables:
     """The tables of runs with bounds, and of listed keys (tile, key, lanes, interval), which follow them in each tile.
 
     The kernel adds to several rows of dk at once: a listed run has no key twice.
@@ -185,18 +185,14 @@ def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> Nativ
     tile, key, count, low, high, lanes = runs
     table = torch.stack([key, torch.ones_like(key), count, low, high], dim=1)
     keys = bits = None
-    if listed is not None and len(listed[0]):
+    if len(listed[0]):
         at, keys, bits, interval = listed
         group, full = group_of_vectors(bits)
         kind = (at * (int(interval.max()) + 1) + interval) * (VECTORS + 1) ** 2 + group
         order = (2 * kind + full).argsort(stable=True)
         at, keys, bits, group, kind = (x[order] for x in (at, keys.to(torch.int32), bits, group, kind))
-        changed = torch.ones(len(at), dtype=torch.bool)
-        changed[1:] = kind[1:] != kind[:-1]
-        start = changed.nonzero()[:, 0]
-        lengths = torch.diff(start, append=torch.tensor([len(at)]))
-        sides = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
-        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), lengths, *sides], dim=1)])
+        start, of_lists = runs_of(kind, group)
+        table = torch.cat([table, of_lists])
         tile, lanes = torch.cat([tile, at[start]]), torch.cat([lanes, torch.full_like(start, -1)])
         order = tile.argsort(stable=True)
         table, tile, lanes = table[order], tile[order], lanes[order]

@@ -358,14 +358,17 @@ def group_of_vectors(bits: Tensor) -> tuple[Tensor, Tensor]:
     return first * (VECTORS + 1) + last + 1, full.long()
 
 
+def runs_of(kind: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Where runs of keys of one kind and group start, and `runs` of the tables for them."""
+    count = torch.unique_consecutive(kind, return_counts=True)[1]
+    start = count.cumsum(0) - count
+    low, high = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
+    return start, torch.stack([start, torch.zeros_like(start), count, low, high], dim=1)
+
+
 def _runs(tile: Tensor, group: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """`tiles` and `runs` of the tables: a run is consecutive keys of one tile and group."""
-    changed = torch.ones(len(tile), dtype=torch.bool)
-    changed[1:] = (tile[1:] != tile[:-1]) | (group[1:] != group[:-1])
-    start = changed.nonzero()[:, 0]
-    count = torch.diff(start, append=torch.tensor([len(tile)]))
-    low, high = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
-    runs = torch.stack([start, torch.zeros_like(start), count, low, high], dim=1)
+    start, runs = runs_of(tile * (VECTORS + 1) ** 2 + group, group)
     first = torch.arange(0, length, TILE)
     run_counts = torch.bincount(tile[start], minlength=len(first))
     queries = (length - first).clamp(max=TILE)
