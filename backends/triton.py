@@ -191,19 +191,9 @@ def _launch_part(
     problem = call.problem
     if not is_noted(name, problem, (parts.rows, getattr(call.key_lens, "dtype", None))):
         refuse_capture(problem.device)
-    others = (
-        *(x.stride() for x in strided),
-        problem.kv_heads,
-        parts.parts,
-        parts.share,
-        problem.q_len,
-        problem.k_len,
-        parts.first,
-        parts.end,
-        parts.low,
-        parts.high,
-        Terms.of(problem, call.given),
-    )
+    sizes = problem.kv_heads, parts.parts, parts.share, problem.q_len, problem.k_len
+    keys = parts.first, parts.end, parts.low, parts.high
+    others = (*(x.stride() for x in strided), *sizes, *keys, Terms.of(problem, call.given))
     meta = Meta.of(problem, parts.rows, parts.columns, strided, call.given.bias)
     programs = problem.batch * problem.kv_heads * parts.parts
     return launch(few_queries.part, programs, problem.device, tensors, others, meta, _warps(parts), 2)

@@ -23,23 +23,10 @@ MOST_RUNS = 3  #: intervals of keys that a query may see
 MOST_EDGES = 64  #: of the keys that a query sees by a part of a mask
 END = 2**40  #: no edge; past every key
 #: What a mask function may do with positions of one kind, and ask of them.
-ELEMENTWISE = {
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "floordiv",
-    "floor_divide",
-    "mod",
-    "remainder",
-    "neg",
-    "abs",
-}
+ELEMENTWISE = {"add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "floor_divide", "mod", "remainder"}
+ELEMENTWISE |= {"neg", "abs", "device", "dtype"}
 ELEMENTWISE |= {"eq", "ne", "le", "lt", "ge", "gt", "and", "rand", "or", "ror", "xor", "not", "invert", "where"}
 ELEMENTWISE |= {"clamp", "clip", "minimum", "maximum", "to", "long", "int", "bool", "new_ones", "new_zeros"}
-ELEMENTWISE |= {"device", "dtype"}
 PIECE = 2**22  #: pairs of queries and keys that a mask function is asked about at once
 
 Near = tuple[Tensor, Tensor] | None  #: first and end of the keys that matter, [rows, queries]; None: all do
