@@ -205,9 +205,8 @@ def _mask(hidden: Tensor | None, call: BranchPasses, piece: Piece) -> Tensor | N
     if piece.bias is None:
         return mask
     bias = call.biases[piece.bias].values
-    return (
-        bias if mask is None else torch.where(mask == -math.inf, mask, bias + mask)
-    )  # a caller's bias may be NaN there
+    # A caller's bias may be NaN there.
+    return bias if mask is None else torch.where(mask == -math.inf, mask, bias + mask)
 
 
 def _seen(mask: Tensor, call: BranchPasses, piece: Piece) -> Tensor:
