@@ -239,14 +239,7 @@ def _unfold(parts: list[Tensor], shape: torch.Size) -> Tensor:
 
 
 def _backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: BranchPasses,
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: BranchPasses
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the pieces' gradients; each piece's backward takes the merged out and lse.
 
