@@ -51,11 +51,7 @@ INTERPRETED_TILES = {64: 1.0}
 LIST_LIMIT = 2**27  #: tile pairs of all heads; their blocks are numbered in 32 bits
 # Positions take registers: by ptxas's report, eight warps where `triton` has four, and smaller blocks at the largest
 # head_dim.
-SINGLE = {
-    64: (BlockConfig(32, 32, 8, 2),),
-    128: (BlockConfig(32, 32, 8, 2), BlockConfig(32, 16, 8, 2)),
-    256: (BlockConfig(16, 16, 8, 1),),
-}
+SINGLE = {64: [(32, 32, 8, 2)], 128: [(32, 32, 8, 2), (32, 16, 8, 2)], 256: [(16, 16, 8, 1)]}
 #: What hides keys that the kernels read: where padding alone sees a key, the gradients' kernel uses it.
 HIDING = ("seq_lens", "pattern_data")
 BUILDING = 8  #: 64-bit temporaries for one list

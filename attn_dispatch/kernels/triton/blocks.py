@@ -120,10 +120,11 @@ def precision(problem: Problem) -> str:
     return "ieee" if exact else "tf32x3"
 
 
-def blocks_for(kernel: Kernel, problem: Problem) -> tuple[BlockConfig, ...]:
-    """The blocks of a kernel on the problem's GPU, in order of preference."""
+def blocks_for(kernel: Kernel, problem: Problem, single: Blocks | None = None) -> tuple[BlockConfig, ...]:
+    """The blocks of a kernel on the problem's GPU, in order of preference; `single`: those for float32, if others."""
     wgmma = torch.cuda.get_device_capability(problem.device)[0] in WGMMA
-    table = SINGLE[precision(problem)][wgmma] if problem.dtype == torch.float32 else HALF[wgmma][kernel]
+    of_single = single or SINGLE[precision(problem)][wgmma]
+    table = of_single if problem.dtype == torch.float32 else HALF[wgmma][kernel]
     listed = table[min(limit for limit in table if limit >= problem.head_dim)]
     return tuple(BlockConfig(*each) for each in listed)
 

@@ -152,10 +152,7 @@ def fitting_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, .
     """The blocks that fit into shared memory on CUDA, in order of preference; the smallest if none fits."""
     if problem.device.type == "cpu":
         return (INTERPRETED_BLOCK,)
-    if each.single is not None and problem.dtype == torch.float32:
-        listed = each.single[min(most for most in each.single if most >= problem.head_dim)]
-    else:
-        listed = blocks_for(each.kernel, problem)
+    listed = blocks_for(each.kernel, problem, each.single)
     if problem.bias:
         listed = tuple(replace(clipped(block, *BIASED), stages=2) for block in listed)
     limit = shared_limit(problem.device)

@@ -116,8 +116,8 @@ def work_list_of(problem: Problem, side: Side, block: int, lengths: tuple[int, .
 def _work_list(problem: Problem, side: Side, block: int, lengths: tuple[int, ...]) -> WorkList:
     kinds, kind_of = _kinds(problem, side)
     found = tiled((_row_groups(problem, side, kind, lengths) for kind in kinds), block)
-    tables = (x.int() for x in (*found, torch.tensor(kind_of)))
-    return WorkList(*tables, bounds=bounds(problem, side), most_tiles=int(found[2].diff().max()))
+    tiles, runs, first_tile, kind = (x.int() for x in (*found, torch.tensor(kind_of)))
+    return WorkList(tiles, runs, first_tile, kind, bounds(problem, side), int(found[2].diff().max()))
 
 
 @lru_cache(maxsize=4096)
