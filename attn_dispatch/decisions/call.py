@@ -1,5 +1,5 @@
-"""One call of the decided backend: its run function, its result, its failures; and observers, which are called with
-the problem of each attend() call.
+"""One call of the decided backend: its run function, its result, its failures; and observers, which are called
+with the problem of each attend() call.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def hidden_by_masks(k_len: int, seq_lens: Tensor | None, key_mask: Tensor | None
 
 
 def without_padding(out: Tensor, lse: Tensor, seq_lens: Tensor | None) -> None:
-    """Write 0 into out [batch, q_len, heads, head_dim] and -inf into lse [batch, q_len, heads] at padding queries."""
+    """Write 0 into out [batch, len, heads, head_dim] and -inf into lse [batch, len, heads] at padding queries."""
     if seq_lens is not None:
         padding = padding_mask(out.shape[1], seq_lens)
         out.masked_fill_(padding[:, :, None, None], 0.0)

@@ -48,7 +48,7 @@ class RowGroups(NamedTuple):
 
 
 def tiled(kinds: Iterable[RowGroups], block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tiles and runs of several kinds of heads, one after the other, and where the tiles of each begin and end."""
+    """The tiles and runs of kinds of heads, one after the other, and where the tiles of each begin and end."""
     tiles, runs, edges = list[Tensor](), list[Tensor](), [0]
     for groups in kinds:
         tiles.append(groups.tiles(block, sum(map(len, runs))))

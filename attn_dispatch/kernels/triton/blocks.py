@@ -121,7 +121,7 @@ def precision(problem: Problem) -> str:
 
 
 def blocks_for(kernel: Kernel, problem: Problem, single: Blocks | None = None) -> tuple[BlockConfig, ...]:
-    """The blocks of a kernel on the problem's GPU, in order of preference; `single`: those for float32, if others."""
+    """The blocks of a kernel on the problem's GPU, in order of preference; `single`: for float32, if others."""
     wgmma = torch.cuda.get_device_capability(problem.device)[0] in WGMMA
     of_single = single or SINGLE[precision(problem)][wgmma]
     table = of_single if problem.dtype == torch.float32 else HALF[wgmma][kernel]
