@@ -31,7 +31,6 @@ from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, data_lists_of, forg
 from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped
 from attn_dispatch.kernels.triton.passes import Lists, Tables, TritonPasses
-from attn_dispatch.kernels.triton.support import NOTHING, Given, TritonKernel, fitting_blocks, kernels_of
 from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
@@ -56,7 +55,7 @@ SINGLE = {64: [(32, 32, 8, 2)], 128: [(32, 32, 8, 2), (32, 16, 8, 2)], 256: [(16
 HIDING = ("seq_lens", "pattern_data")
 BUILDING = 8  #: 64-bit temporaries for one list
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = KERNELS = kernels_of(SINGLE)
+FORWARD, BACKWARD_Q, BACKWARD_KV = KERNELS = support.kernels_of(SINGLE)
 
 
 def refusals(problem: Problem) -> list[Refusal]:
@@ -119,7 +118,7 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v, *tensors.values())
-    data, given = tensors.get("pattern_data"), Given.of(problem, tensors)
+    data, given = tensors.get("pattern_data"), support.Given.of(problem, tensors)
     hiding = {name: x for name, x in tensors.items() if data is not None and name in HIDING}
     call = Hidden.of(problem, hiding, masked_keys=False).around(_passes(problem, order, tile, data, given))
     found = differentiable(q, k, v, call, (*given, data)) if problem.needs_grad else call.forward(q, k, v)
@@ -131,7 +130,7 @@ def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
     tile = tile_size(problem, NATURAL)
-    calls = _passes(problem, NATURAL, tile, None, NOTHING, True, True, {})
+    calls = _passes(problem, NATURAL, tile, None, support.NOTHING, True, True, {})
     return None if heads_first else passes.specialized(name, problem, calls, _list_bytes(problem, NATURAL))
 
 
@@ -149,9 +148,9 @@ def tile_size(problem: Problem, order: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def block_configs(each: TritonKernel, problem: Problem, tile: int) -> tuple[BlockConfig, ...]:
+def block_configs(each: support.TritonKernel, problem: Problem, tile: int) -> tuple[BlockConfig, ...]:
     """The blocks to try, in order of preference; their sides divide the tile."""
-    return tuple(dict.fromkeys(clipped(block, tile, tile) for block in fitting_blocks(each, problem)))
+    return tuple(dict.fromkeys(clipped(block, tile, tile) for block in support.fitting_blocks(each, problem)))
 
 
 def _passes(problem: Problem, order: str, tile: int, data: Tensor | None, *more: Any) -> TritonPasses:
@@ -160,7 +159,7 @@ def _passes(problem: Problem, order: str, tile: int, data: Tensor | None, *more:
 
 
 def _lists(
-    problem: Problem, order: str, tile: int, data: Tensor | None, each: TritonKernel, block: BlockConfig
+    problem: Problem, order: str, tile: int, data: Tensor | None, each: support.TritonKernel, block: BlockConfig
 ) -> Lists:
     found = tile_lists_of(problem, order, tile) if data is None else data_lists_of(problem, data, tile)
     side, rows, columns = found.keys, found.k_pos, found.q_pos
