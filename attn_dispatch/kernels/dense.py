@@ -119,14 +119,15 @@ class Kernel:
 
         A row with all keys masked has out 0 and an undefined lse.
         """
-        q, k, v = (vector_aligned(x) for x in call[:3]) if self.reads_vectors else call[:3]
-        q, k, v = (q, k, v) if self.tokens_first else map(heads_first, (q, k, v))
+        given: Any = map(vector_aligned, call[:3]) if self.reads_vectors else call[:3]
         op, (batch, q_len, heads, d) = self.bound(call.is_causal, call.scale), call.q.shape
         assert op is not None
-        out, lse, *_ = op(q, k, v) if call.mask is None else op(q, k, v, **self._masked(call))
+        masked = {} if call.mask is None else self._masked(call)
+        out, lse, *_ = op(*(given if self.tokens_first else map(heads_first, given)), **masked)
+        out = out if self.tokens_first else out.transpose(1, 2)
         # Some pad head_dim, or lse, to which others add an axis.
-        out = (out if self.tokens_first else out.transpose(1, 2))[..., :d]
-        return out, lse.reshape(batch, heads, -1)[:, :, :q_len]
+        lse = lse if lse.shape == (batch, heads, q_len) else lse.reshape(batch, heads, -1)[:, :, :q_len]
+        return out if out.shape[-1] == d else out[..., :d], lse
 
     def _masked(self, call: DenseCall) -> dict[str, Any]:
         """The op's argument that has the mask."""
@@ -192,8 +193,10 @@ class CpuFlash(Kernel):
     masks = True
     allocates = reads_vectors = False
 
-    def _masked(self, call: DenseCall) -> dict[str, Any]:
-        return {"attn_mask": call.mask}
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:  # sooner than by `bound`
+        q, k, v = heads_first(call.q), heads_first(call.k), heads_first(call.v)
+        out, lse = _cpu_flash(q, k, v, 0.0, call.is_causal, attn_mask=call.mask, scale=call.scale)
+        return out.transpose(1, 2), lse
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         return partial(_cpu_flash, dropout_p=0.0, is_causal=is_causal, scale=scale)
