@@ -55,13 +55,13 @@ LINES = {
     "api": 1095,
     "backends": 2030,
     "base": 540,
-    "calls": 1140,
+    "calls": 1135,
     "cli": 3050,
     "compat": 505,
     "decisions": 2295,
     "entry": 120,
     "integrations": 1715,  # masks that are read without asking about all pairs took 350
-    "kernels": 10850,  # with parts that two backends share
+    "kernels": 10855,  # with parts that two backends share
     "learning": 980,
     "machine": 1145,
     "nn": 1585,
@@ -70,7 +70,7 @@ LINES = {
     "spec": 2935,
     "store": 1490,
     "testing": 910,
-    "tuning": 3825,
+    "tuning": 3820,
 }
 BESIDE = {"tests": 39_350, "tools": 6950}  #: the same for the folders beside the package
 PACKAGE = 40_140  #: lines of all rooms together; other systems and devices took 1,100
