@@ -12,7 +12,6 @@ import importlib.metadata
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -28,6 +27,7 @@ from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligne
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture, refuse_compiling
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.kernels.numerics import with_positive_scale
+from attn_dispatch.machine.devices import current_device
 from attn_dispatch.spec.data import BlocksForm, Form
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
@@ -68,10 +68,6 @@ class Generation(Kernel):
     def packed(self, lengths: tuple[int, ...], device: torch.device) -> Generation:
         starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return replace(self, documents=(starts, max(2, *lengths)))  # 1: generation 2 would take a way of its own
-
-    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
-        return out[..., : call.q.shape[-1]], lse
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op, windowed = self._forward(is_causal, scale), self.window != (None, None) or self.lengths is not None
@@ -233,10 +229,6 @@ def extension2() -> Any:
 def operators3() -> Any:
     """Those of flash-attn 3: of a build of the Hub, else by the name that its own build registers."""
     return PACKAGE3.load() if isinstance(PACKAGE3, hub.Build) else torch.ops.flash_attn_3
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
+from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches.backend import Branched, Variant, flash_version
 from attn_dispatch.kernels.branches.plan import plan_of
-from attn_dispatch.kernels.dense import (
-    ANY_SDPA,
-    CPU_FLASH,
-    CUDA_EFFICIENT,
-    CUDA_FLASH,
-    CpuFlash,
-    CudaEfficient,
-    CudaFlash,
-    Sdpa,
-)
 from attn_dispatch.spec.pattern import Dense, Dilated
 from attn_dispatch.spec.problem import Problem
 
 BACKEND = Branched(
     "sdpa",
     (
-        Variant(CPU_FLASH, lambda problem: CpuFlash()),
-        Variant(CUDA_FLASH, lambda problem: CudaFlash(), "flash"),
+        Variant(dense.CPU_FLASH, lambda problem: dense.CpuFlash()),
+        Variant(dense.CUDA_FLASH, lambda problem: dense.CudaFlash(), "flash"),
         # With masks this kernel is the candidate sdpa_efficient.
-        Variant(CUDA_EFFICIENT._replace(masks=False), lambda problem: CudaEfficient(), "memory-efficient"),
-        Variant(ANY_SDPA, lambda problem: Sdpa()),
+        Variant(dense.CUDA_EFFICIENT._replace(masks=False), lambda problem: dense.CudaEfficient(), "memory-efficient"),
+        Variant(dense.ANY_SDPA, lambda problem: dense.Sdpa()),
     ),
     flash_version,
 )

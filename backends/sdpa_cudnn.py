@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches.backend import Branched, Variant, torch_version
 from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.kernels.dense import DenseCall, Kernel, aten, binding, heads_first, tokens_first, vector_aligned
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits, lacking
 from attn_dispatch.spec.problem import Problem
 
+LONGER_LSE = (2, 9)  #: torch, from which on the op's lse is [batch, heads, q_len, 1]
 OLDEST = 90000  #: cuDNN version as major * 10000 + minor * 100 + patch
 
 LIMITS = Limits(
@@ -38,7 +40,6 @@ class Cudnn(Kernel):
 
     grouped = True  # PyTorch's op hands its plan the heads of k and v
     differentiates = True
-    stats_axes = 4  #: axes of the op's lse: [batch, heads, q_len, 1]; before PyTorch 2.9 without the 1
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_cudnn_attention")
@@ -48,14 +49,6 @@ class Cudnn(Kernel):
     def _taken(self, strides: tuple[int, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return _laid_out_as(strides, grads[0]), *grads[1:]  # see `backward`
 
-    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, call.is_causal, False, scale=call.scale
-        )
-        self.stats_axes = lse.ndim
-        return tokens_first(call.q.shape[-1], out)[0], lse.reshape(q.shape[:3])
-
     def backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
     ) -> tuple[Tensor, ...]:
@@ -64,8 +57,7 @@ class Cudnn(Kernel):
         # arguments must be a function of those.
         strides = torch.empty_like(q).stride()  # those that PyTorch gives out
         grad, out = _laid_out_as(strides, grad), _laid_out_as(strides, out)
-        lse = lse.contiguous()
-        lse = lse.unsqueeze(-1) if self.stats_axes == 4 else lse
+        lse = lse.contiguous().unsqueeze(-1) if dense.VERSION >= LONGER_LSE else lse.contiguous()
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         saved = q, k, v, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2]
         grads = aten._scaled_dot_product_cudnn_attention_backward(grad, *saved, 0.0, call.is_causal, scale=call.scale)

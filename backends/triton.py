@@ -22,12 +22,7 @@ from attn_dispatch.kernels.contract import Refusal, Result
 from attn_dispatch.kernels.device_cache import DeviceCache, bytes_of, is_noted, note, refuse_capture
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.triton import passes, support
-from attn_dispatch.kernels.triton.blocks import (
-    SMALLEST_SIDE,
-    BlockConfig,
-    clipped,
-    next_power_of_two,
-)
+from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped, next_power_of_two
 from attn_dispatch.kernels.triton.passes import Lists, Tables, TritonPasses
 from attn_dispatch.kernels.triton.support import (
     NOTHING,
@@ -39,6 +34,7 @@ from attn_dispatch.kernels.triton.support import (
     fitting_blocks,
     kernels_of,
     launch,
+    needed,
 )
 from attn_dispatch.kernels.triton.work_list import (
     KeyParts,
@@ -55,7 +51,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.text import gib
 
-name = "triton"
+name, version = "triton", support.version
 score_terms = ("softcap", "bias", "alibi_slopes")
 shares_builds = specialized_trains = True
 
@@ -63,13 +59,8 @@ LIST_LIMIT = 2**30  #: bytes of lists; with more tiles, tiles would be almost em
 BUILDING = 64  #: times a list: temporaries while it is built, which count on a CPU (by the interpreter) alone
 LEAST_L2 = 2**21  #: bytes, on devices from capability 8.0 on; for torch versions that do not report it
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of()
-INTERPRETED = BlockConfig(64, 64, 4, 1)
+FORWARD, BACKWARD_Q, BACKWARD_KV = KERNELS = kernels_of()
 INTERPRETED_CACHE = 2**14  #: bytes, so few that cache limits matter in small problems
-
-
-def version() -> str:
-    return support.version()
 
 
 def refusals(problem: Problem) -> list[Refusal]:
@@ -81,10 +72,7 @@ def refusals(problem: Problem) -> list[Refusal]:
 
 
 def workspace_bytes(problem: Problem) -> int:
-    # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
-    sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
-    sums += copied_bytes(problem, masked_keys=False, padding=False)
-    sums += support.given_bytes(problem)
+    sums = support.bytes_beside_lists(problem) + copied_bytes(problem, masked_keys=False, padding=False)
     if (parts := key_parts(problem)) is not None:
         sums += 4 * problem.batch * problem.kv_heads * parts.parts * parts.rows * (problem.head_dim + 2)
     return sums + _list_bytes(problem) * (BUILDING if problem.device.type == "cpu" else 1)
@@ -92,22 +80,19 @@ def workspace_bytes(problem: Problem) -> int:
 
 def flops(problem: Problem) -> int:
     total = 0
-    for each in kernels_for(problem):
+    for each in needed(KERNELS, problem):
         block = block_configs(each, problem)[0]
         total += _listed(_on_cpu(problem), each.side, block.rows).pairs(block.rows, block.columns) * each.products
     return total * problem.batch * problem.head_dim * 2
 
 
 def first_call_ms(problem: Problem) -> float:
-    """Estimated compile time with an empty cache; 0 if this process has such kernels."""
-    if problem.device.type == "cpu" or is_noted(name, problem, _blocks(problem)):
-        return 0.0
-    return support.COMPILE_MS * len(kernels_for(problem))
+    return support.first_call_ms(name, problem, _blocks(problem))
 
 
 def configuration(problem: Problem) -> str:
     """The blocks of the problem's kernels."""
-    return "; ".join(f"{each.kernel} {block_configs(each, problem)[0]}" for each in kernels_for(problem))
+    return "; ".join(f"{each.kernel} {block_configs(each, problem)[0]}" for each in needed(KERNELS, problem))
 
 
 def takes_key_lens(problem: Problem) -> bool:
@@ -161,17 +146,13 @@ def forget(problem: Problem) -> None:
 def block_configs(each: TritonKernel, problem: Problem, lengths: tuple[int, ...] = ()) -> tuple[BlockConfig, ...]:
     """The blocks that fit into shared memory, in order of preference, clipped to the largest row group."""
     most = max(SMALLEST_SIDE, next_power_of_two(largest_row_group(problem, each.side, lengths)))
-    return tuple(dict.fromkeys(clipped(block, most) for block in _fitting(each, problem)))
+    return tuple(dict.fromkeys(clipped(block, most) for block in fitting_blocks(each, problem)))
 
 
 @lru_cache(maxsize=4096)
 def _blocks(problem: Problem) -> str:
     """The blocks of all kernels, as a text: it keeps its hash, which every call needs."""
-    return repr([block_configs(each, problem) for each in kernels_for(problem)])
-
-
-def _fitting(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
-    return (INTERPRETED,) if problem.device.type == "cpu" else fitting_blocks(each, problem)
+    return repr([block_configs(each, problem) for each in needed(KERNELS, problem)])
 
 
 process_state.register(process_state.READ, block_configs.cache_clear, _blocks.cache_clear)
@@ -181,7 +162,7 @@ def _passes(problem: Problem, given: Given = NOTHING, known: Any = None, lengths
     kind = TritonPasses if problem.has_seq_lens or key_parts(problem) is None else _InParts
     every = covers(problem, "queries", lengths), not problem.needs_grad or covers(problem, "keys", lengths)
     blocks, lists = (lambda each: block_configs(each, problem, lengths)), (lambda *x: _lists(problem, lengths, *x))
-    return kind(problem, (FORWARD, BACKWARD_Q, BACKWARD_KV), blocks, lists, given, *every, known)
+    return kind(problem, KERNELS, blocks, lists, given, *every, known)
 
 
 class _InParts(TritonPasses):
@@ -210,19 +191,9 @@ def _launch_part(
     problem = call.problem
     if not is_noted(name, problem, (parts.rows, getattr(call.key_lens, "dtype", None))):
         refuse_capture(problem.device)
-    others = (
-        *(x.stride() for x in strided),
-        problem.kv_heads,
-        parts.parts,
-        parts.share,
-        problem.q_len,
-        problem.k_len,
-        parts.first,
-        parts.end,
-        parts.low,
-        parts.high,
-        Terms.of(problem, call.given),
-    )
+    sizes = problem.kv_heads, parts.parts, parts.share, problem.q_len, problem.k_len
+    keys = parts.first, parts.end, parts.low, parts.high
+    others = (*(x.stride() for x in strided), *sizes, *keys, Terms.of(problem, call.given))
     meta = Meta.of(problem, parts.rows, parts.columns, strided, call.given.bias)
     programs = problem.batch * problem.kv_heads * parts.parts
     return launch(few_queries.part, programs, problem.device, tensors, others, meta, _warps(parts), 2)
@@ -274,13 +245,13 @@ def _passes_of(problem: Problem, lengths: tuple[int, ...]) -> TritonPasses:
     """The passes for packed rows, with all lists: one made in a backward pass would wait for the device there."""
     found = _passes(problem, known={} if problem.device.type == "cuda" else None, lengths=lengths)
     found = replace(found, lists=cache(found.lists))
-    for each in kernels_for(problem):
+    for each in needed(KERNELS, problem):
         found.lists(each, found.blocks(each)[0])
     return found
 
 
 def _list_sizes(found: TritonPasses) -> int:
-    return sum(bytes_of(found.lists(each, found.blocks(each)[0])) for each in kernels_for(found.problem))
+    return sum(bytes_of(found.lists(each, found.blocks(each)[0])) for each in needed(KERNELS, found.problem))
 
 
 _documents = DeviceCache(_passes_of, size=_list_sizes, most=64)  #: a training step has new lengths
@@ -293,13 +264,8 @@ def _in_turn(problem: Problem, side: Side) -> tuple[int, bool]:
 
 def _list_bytes(problem: Problem) -> int:
     # Blocks clipped to the largest row group make no more tiles than there are row groups.
-    lists = {(each.side, block.rows) for each in kernels_for(problem) for block in _fitting(each, problem)}
+    lists = {(each.side, block.rows) for each in needed(KERNELS, problem) for block in fitting_blocks(each, problem)}
     return sum(work_list_bytes(problem, side, rows) for side, rows in lists)
-
-
-def kernels_for(problem: Problem) -> tuple[TritonKernel, ...]:
-    """The kernels of a call, without those of few queries."""
-    return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
 
 
 def _l2_bytes(device: torch.device) -> int:

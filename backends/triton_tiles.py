@@ -23,29 +23,20 @@ from torch import Tensor
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.autograd import differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import Refusal, Result
-from attn_dispatch.kernels.device_cache import is_noted, note
+from attn_dispatch.kernels.device_cache import note
 from attn_dispatch.kernels.heads import head_classes
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
-from attn_dispatch.kernels.tiles.estimates import (
-    PAIR_LIMIT,
-    branch_count,
-    estimated_keys,
-    estimated_pairs,
-    tables_per_head,
-    tile_lists_bytes,
-    tile_table_bytes,
-)
+from attn_dispatch.kernels.tiles import estimates
 from attn_dispatch.kernels.tiles.tables import MAX_BRANCHES, data_lists_of, forget_lists, tile_lists_of
 from attn_dispatch.kernels.triton import passes, support
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, BlockConfig, clipped
 from attn_dispatch.kernels.triton.passes import Lists, Tables, TritonPasses
-from attn_dispatch.kernels.triton.support import NOTHING, Given, TritonKernel, fitting_blocks, kernels_of
 from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL, ORDERS, serves
 from attn_dispatch.spec.pattern import Dilated, Neighborhood
 from attn_dispatch.spec.problem import Problem
 
-name = "triton_tiles"
+name, version = "triton_tiles", support.version
 score_terms = ("softcap", "bias", "alibi_slopes")
 takes_data = True
 shares_builds = specialized_trains = True
@@ -56,38 +47,29 @@ PATTERNS = (Dilated, Neighborhood)  #: also within Reordered
 TILES = {64: 1.0, 128: 1.2}
 SINGLE_TILES = {32: 1.0}  #: for float32, which has no larger blocks
 INTERPRETED_TILES = {64: 1.0}
-INTERPRETED = BlockConfig(64, 64, 4, 1)
 LIST_LIMIT = 2**27  #: tile pairs of all heads; their blocks are numbered in 32 bits
 # Positions take registers: by ptxas's report, eight warps where `triton` has four, and smaller blocks at the largest
 # head_dim.
-SINGLE = {
-    64: (BlockConfig(32, 32, 8, 2),),
-    128: (BlockConfig(32, 32, 8, 2), BlockConfig(32, 16, 8, 2)),
-    256: (BlockConfig(16, 16, 8, 1),),
-}
+SINGLE = {64: [(32, 32, 8, 2)], 128: [(32, 32, 8, 2), (32, 16, 8, 2)], 256: [(16, 16, 8, 1)]}
 #: What hides keys that the kernels read: where padding alone sees a key, the gradients' kernel uses it.
 HIDING = ("seq_lens", "pattern_data")
 BUILDING = 8  #: 64-bit temporaries for one list
 
-FORWARD, BACKWARD_Q, BACKWARD_KV = kernels_of(SINGLE)
-
-
-def version() -> str:
-    return support.version()
+FORWARD, BACKWARD_Q, BACKWARD_KV = KERNELS = support.kernels_of(SINGLE)
 
 
 def refusals(problem: Problem) -> list[Refusal]:
     natural = problem.pattern.natural
     known = (Form,) if isinstance(natural, Form) else PATTERNS
     found = support.refusals(replace(problem, pattern=natural), known)
-    if (branches := branch_count(problem)) > MAX_BRANCHES:
+    if (branches := estimates.branch_count(problem)) > MAX_BRANCHES:
         found.append(Refusal("pattern", f"takes {MAX_BRANCHES} branches, not {branches}"))
     if not found:
         pairs = max(_pairs(problem, order) for order in orders(problem))
-        every = pairs * len(head_classes(problem.pattern, problem.heads)) * tables_per_head(problem)
-        if pairs > PAIR_LIMIT or every > LIST_LIMIT:
-            text = f"{problem.pattern} makes about {pairs} pairs of tiles, over {PAIR_LIMIT}"
-            if pairs <= PAIR_LIMIT:
+        every = pairs * len(head_classes(problem.pattern, problem.heads)) * estimates.tables_per_head(problem)
+        if pairs > estimates.PAIR_LIMIT or every > LIST_LIMIT:
+            text = f"{problem.pattern} makes about {pairs} pairs of tiles, over {estimates.PAIR_LIMIT}"
+            if pairs <= estimates.PAIR_LIMIT:
                 text = f"{problem.pattern} makes about {every} pairs of tiles for all heads, over {LIST_LIMIT}"
             found.append(Refusal("pattern", text))
     return found
@@ -99,25 +81,19 @@ def orders(problem: Problem) -> tuple[str, ...]:
 
 
 def flops(problem: Problem, order: str = NATURAL) -> int:
-    products = (
-        _pairs(problem, order) * tile_size(problem, order) ** 2 * sum(each.products for each in _kernels(problem))
-    )
+    products = sum(each.products for each in support.needed(KERNELS, problem))
+    products *= _pairs(problem, order) * tile_size(problem, order) ** 2
     return products * problem.batch * problem.heads * problem.head_dim * 2
 
 
 def first_call_ms(problem: Problem) -> float:
-    """Estimated compile time with an empty cache; 0 if this process has such kernels."""
-    if problem.device.type == "cpu" or is_noted(name, problem, tile_size(problem, NATURAL)):
-        return 0.0
-    return support.COMPILE_MS * len(_kernels(problem))
+    return support.first_call_ms(name, problem, tile_size(problem, NATURAL))
 
 
 def workspace_bytes(problem: Problem) -> int:
     """The most bytes in any order of `orders`, lists included."""
-    # lse; for gradients also scaled lse, delta, and a contiguous gradient of lse.
-    sums = (4 if problem.needs_grad else 1) * problem.batch * problem.heads * problem.q_len * 4
-    sums += copied_bytes(problem, masked_keys=False, padding=isinstance(problem.pattern, Form))
-    sums += support.given_bytes(problem)
+    sums = copied_bytes(problem, masked_keys=False, padding=isinstance(problem.pattern, Form))
+    sums += support.bytes_beside_lists(problem)
     return sums + max(_list_bytes(problem, order) for order in orders(problem))
 
 
@@ -142,7 +118,7 @@ def run(
     if tile < SMALLEST_SIDE or tile & (tile - 1):
         raise InvalidInput(f"tile must be a power of two, {SMALLEST_SIDE} or more, got {tile}")
     refuse_tangents(name, q, k, v, *tensors.values())
-    data, given = tensors.get("pattern_data"), Given.of(problem, tensors)
+    data, given = tensors.get("pattern_data"), support.Given.of(problem, tensors)
     hiding = {name: x for name, x in tensors.items() if data is not None and name in HIDING}
     call = Hidden.of(problem, hiding, masked_keys=False).around(_passes(problem, order, tile, data, given))
     found = differentiable(q, k, v, call, (*given, data)) if problem.needs_grad else call.forward(q, k, v)
@@ -154,7 +130,7 @@ def specialized(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, heads_first: bool = False
 ) -> Callable[..., Result] | None:
     tile = tile_size(problem, NATURAL)
-    calls = _passes(problem, NATURAL, tile, None, NOTHING, True, True, {})
+    calls = _passes(problem, NATURAL, tile, None, support.NOTHING, True, True, {})
     return None if heads_first else passes.specialized(name, problem, calls, _list_bytes(problem, NATURAL))
 
 
@@ -168,24 +144,22 @@ def tile_size(problem: Problem, order: str) -> int:
         tiles = INTERPRETED_TILES
     else:
         tiles = SINGLE_TILES if problem.dtype == torch.float32 else TILES
-    return min(tiles, key=lambda tile: estimated_keys(problem, order, tile) / tiles[tile])
+    return min(tiles, key=lambda tile: estimates.estimated_keys(problem, order, tile) / tiles[tile])
 
 
 @lru_cache(maxsize=4096)
-def block_configs(each: TritonKernel, problem: Problem, tile: int) -> tuple[BlockConfig, ...]:
+def block_configs(each: support.TritonKernel, problem: Problem, tile: int) -> tuple[BlockConfig, ...]:
     """The blocks to try, in order of preference; their sides divide the tile."""
-    found = (INTERPRETED,) if problem.device.type == "cpu" else fitting_blocks(each, problem)
-    return tuple(dict.fromkeys(clipped(block, tile, tile) for block in found))
+    return tuple(dict.fromkeys(clipped(block, tile, tile) for block in support.fitting_blocks(each, problem)))
 
 
 def _passes(problem: Problem, order: str, tile: int, data: Tensor | None, *more: Any) -> TritonPasses:
-    kernels = FORWARD, BACKWARD_Q, BACKWARD_KV
     blocks, lists = (lambda each: block_configs(each, problem, tile)), partial(_lists, problem, order, tile, data)
-    return TritonPasses(problem, kernels, blocks, lists, *more)
+    return TritonPasses(problem, KERNELS, blocks, lists, *more)
 
 
 def _lists(
-    problem: Problem, order: str, tile: int, data: Tensor | None, each: TritonKernel, block: BlockConfig
+    problem: Problem, order: str, tile: int, data: Tensor | None, each: support.TritonKernel, block: BlockConfig
 ) -> Lists:
     found = tile_lists_of(problem, order, tile) if data is None else data_lists_of(problem, data, tile)
     side, rows, columns = found.keys, found.k_pos, found.q_pos
@@ -197,17 +171,13 @@ def _lists(
     return Lists(len(rows) // block.rows, 1, tables, tile=tile, by_row=len(found.kind_of) > problem.heads)
 
 
-def _kernels(problem: Problem) -> tuple[TritonKernel, ...]:
-    return (FORWARD, BACKWARD_Q, BACKWARD_KV) if problem.needs_grad else (FORWARD,)
-
-
 def _pairs(problem: Problem, order: str) -> int:
     """Estimated tile pairs of one head."""
-    return estimated_pairs(problem, order, tile_size(problem, order))
+    return estimates.estimated_pairs(problem, order, tile_size(problem, order))
 
 
 def _list_bytes(problem: Problem, order: str) -> int:
     tile = tile_size(problem, order)
-    held = tile_lists_bytes(problem, order, tile)
+    held = estimates.tile_lists_bytes(problem, order, tile)
     # On a CPU the memory for building them counts too.
-    return held if problem.device.type != "cpu" else BUILDING * held + tile_table_bytes(problem, order, tile)
+    return held if problem.device.type != "cpu" else BUILDING * held + estimates.tile_table_bytes(problem, order, tile)

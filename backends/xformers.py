@@ -47,11 +47,6 @@ class MemoryEfficient(Kernel):
         masks: Any = importlib.import_module(PACKAGE.load().LowerTriangularMask.__module__)
         return MemoryEfficient(masks.BlockDiagonalMask.from_seqlens(lengths, device=device))
 
-    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        out, lse = self.bound(call.is_causal, call.scale)(*map(vector_aligned, call[:3]))
-        # One of its kernels pads lse.
-        return out[..., : call.q.shape[-1]], lse[:, :, : call.q.shape[1]]
-
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         ops = PACKAGE.load()
         op, bias = ops.memory_efficient_attention_forward_requires_grad, self._bias(ops, is_causal)

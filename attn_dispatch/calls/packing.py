@@ -21,7 +21,6 @@ from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_pr
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.trial_limits import cannot_measure
-from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import device_cache, registry
 from attn_dispatch.kernels.limits import LARGEST_GRID
@@ -34,7 +33,6 @@ from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Call, Problem, choose_pattern
 from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.spec.tensors import autocast_dtype, check_sink, without_autocast
-from attn_dispatch.spec.tracing import make_plain
 from attn_dispatch.store.decision import TIMED, Row
 
 MOST_KEPT = 8  #: lengths of documents by which a pattern's intervals are kept cut
@@ -117,7 +115,7 @@ def of_data(call: Call) -> Rewritten | None:
     if call.q.numel():
         key, kept = tuple(map(tuple, lengths)), derived(pattern.data, "documents", dict[Any, Ranges])
         if (found := kept.get(key)) is None:
-            found = make_plain(_cut_by, pattern, lengths)
+            found = tracing.make_plain(_cut_by, pattern, lengths)
             with lock:
                 kept[key] = found
                 drop_oldest(kept, MOST_KEPT)
@@ -199,7 +197,7 @@ def key_lens(call: Call) -> Rewritten | None:
 
 def _of_all_keys(call: Call, lengths: Tensor) -> Problem | None:
     """The problem with all keys where a backend may take `key_lens`: on a GPU, or if it is forced."""
-    check_names(call.backend, call.order)
+    unmeasured.check_names(call.backend, call.order)
     forced = call.backend is not None or lengths.device.type in device_cache.DEVICES
     traced = tracing.is_traced(*call.qkv, lengths) or tracing.has_tangents(*call.qkv, *call.tensors.values())
     if traced or not forced or lengths.device != call.q.device or is_empty(call):
@@ -286,7 +284,7 @@ def documents(call: Call) -> Rewritten | None:
     traced = tracing.is_traced(*call.qkv) or tracing.has_tangents(*call.qkv, *call.tensors.values())
     if traced:
         return Rewritten(_calls(call, given), partial(_joined, call, given))
-    check_names(call.backend, call.order)
+    unmeasured.check_names(call.backend, call.order)
     whole = replace(problem, is_document=True) if common else None
     return Rewritten([], lambda _: _by_documents(call, given, whole), lambda: _explained(call, given, whole))
 

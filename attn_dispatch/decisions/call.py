@@ -1,5 +1,5 @@
-"""One call of the decided backend: its run function, its result, its failures; `attend_on_device` for ranks; and
-observers, which are called with the problem of each attend() call.
+"""One call of the decided backend: its run function, its result, its failures; and observers, which are called
+with the problem of each attend() call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from attn_dispatch.private import CheckpointStop, forward_ad
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.spec.shapes import measured_for
-from attn_dispatch.spec.tensors import check_seq_lens_values
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
@@ -154,16 +153,6 @@ def _functions(
         raise
     except Exception as error:
         raise ResolvedCall(backend.run, problem, titled(*decision.chosen)).failure(error) from error
-
-
-def attend_on_device(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Attention on one device as `attend` computes it: out, and lse or None. No rewriter is asked."""
-    problem = Problem.of_call(call)
-    resolved = resolve(problem, call.backend, call.order)
-    if call.seq_lens is not None:
-        check_seq_lens_values(call.seq_lens, problem.q_len)
-    out, lse = resolved.result(*call.qkv, **call.tensors)
-    return out, lse if call.return_lse else None  # a backend may return lse unasked
 
 
 def resolve(problem: Problem, backend: str | None = None, order: str | None = None) -> ResolvedCall:

@@ -22,15 +22,7 @@ from typing import Any
 import torch
 
 from attn_dispatch import process_state, settings
-from attn_dispatch.decisions import decide, look_up
-from attn_dispatch.decisions.trial_limits import (
-    cannot_measure,
-    in_backward,
-    isolated,
-    lacks_space,
-    preserved_rng,
-    saving_tensors,
-)
+from attn_dispatch.decisions import decide, look_up, trial_limits
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import is_result_known
@@ -127,7 +119,7 @@ class _LiveTrial:
 
     def run_instead(self, run: Run) -> Run:
         """`run`, or the decision's once the trial has ended; notes that a forward pass may be repeated."""
-        if self.problem.needs_grad and not self._pinned and saving_tensors():
+        if self.problem.needs_grad and not self._pinned and trial_limits.saving_tensors():
             with self._switching:
                 self._pinned = not self.ended
         return self._new_run or run
@@ -183,7 +175,7 @@ class _LiveTrial:
 
     def _may_go_on(self) -> bool:
         """Whether a slice may run here, and the trial has begun or may begin."""
-        if in_backward() or cannot_measure(self.problem.device) or lacks_space():
+        if trial_limits.in_backward() or trial_limits.cannot_measure(self.problem.device) or trial_limits.lacks_space():
             return False
         _abandon_forgotten()
         others = [each for each in list(_trials.values()) if each._steps is not None and each is not self]
@@ -195,7 +187,7 @@ class _LiveTrial:
         self._slice_start = time.perf_counter()
         try:
             if not self.ended:
-                with isolated(self.problem.device), preserved_rng(self.problem):
+                with trial_limits.isolated(self.problem.device), trial_limits.preserved_rng(self.problem):
                     (self._begin if self._steps is None else self._go_on)()
         except Exception as error:
             logger.warning("the trial beside calls of %s was given up: %s", self.problem, one_line(error))

@@ -125,7 +125,7 @@ class _Place:
 
     def __sub__(self, n: Any) -> Any:
         if isinstance(n, _Place):
-            return _Distance(self, n)
+            return Distance(self, n)
         if isinstance(n, Tensor) and self.left is None:
             return _Place(self.of, self.by, n, self.ids)
         return self._moved(-n)
@@ -146,10 +146,10 @@ class _Place:
     __hash__ = None  # type: ignore[assignment]
 
     def __le__(self, other: Any) -> _All:
-        return self._at_most(other, 0)
+        return _at_most(self, other, 0)
 
     def __lt__(self, other: Any) -> _All:
-        return self._at_most(other, -1)
+        return _at_most(self, other, -1)
 
     def __ge__(self, other: Any) -> _All:
         if isinstance(other, int) and other == 0 and (self.by, self.left, self.ids) == (0, None, None):
@@ -158,9 +158,6 @@ class _Place:
 
     def __gt__(self, other: Any) -> _All:
         return _at_most(other, self, -1)
-
-    def _at_most(self, other: Any, more: int) -> _All:
-        return _at_most(self, other, more)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -205,33 +202,31 @@ def _same(left: Any, other: Any) -> bool:
     return left is other or (isinstance(left, Tensor) and isinstance(other, Tensor) and torch.equal(left, other))
 
 
-class _Distance:
-    """One position minus another; or how far they lie apart."""
+class Distance:
+    """One position minus another of the other kind; or how far they lie apart."""
 
-    def __init__(self, place: _Place, other: _Place, is_absolute: bool = False) -> None:
+    def __init__(self, place: Any, other: Any, is_absolute: bool = False) -> None:
         self.place, self.other, self.is_absolute = place, other, is_absolute
 
-    def __neg__(self) -> _Distance:
+    def __neg__(self) -> Any:
         if self.is_absolute:
             raise Unreadable("a distance below zero")
-        return _Distance(self.other, self.place)
+        return type(self)(self.other, self.place)
 
-    def __abs__(self) -> _Distance:
-        return _Distance(self.place, self.other, True)
+    def __abs__(self) -> Any:
+        return type(self)(self.place, self.other, True)
 
-    def __le__(self, n: Any) -> _All:
+    def __le__(self, n: Any) -> Any:
         if not isinstance(n, int):
             raise Unreadable("a distance compared with something else")
-        nearer = _at_most(self.place, self.other, n)
-        return nearer & _at_most(self.other, self.place, n) if self.is_absolute else nearer
+        nearer = self.place - n <= self.other
+        return nearer & (self.other - n <= self.place) if self.is_absolute else nearer
 
-    def __lt__(self, n: Any) -> _All:
-        return self.__le__(n - 1)
+    def __lt__(self, n: Any) -> Any:
+        return self <= n - 1
 
-    def __ge__(self, n: Any) -> _All:
-        if self.is_absolute or not isinstance(n, int):
-            raise Unreadable("a distance compared with something else")
-        return _at_most(self.other, self.place, -n)
+    def __ge__(self, n: Any) -> Any:
+        return ~(self <= n - 1) if self.is_absolute else -self <= -n
 
-    def __gt__(self, n: Any) -> _All:
-        return self.__ge__(n + 1)
+    def __gt__(self, n: Any) -> Any:
+        return self >= n + 1

@@ -8,7 +8,6 @@ does anything else, it is asked about all pairs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.errors import NoBackend
-from attn_dispatch.integrations.mask_functions import Facts, Unreadable
+from attn_dispatch.integrations.mask_functions import Distance, Facts, Unreadable
 from attn_dispatch.private import NoOverrides, tree_leaves
 from attn_dispatch.spec.data import Ranges
 
@@ -24,23 +23,10 @@ MOST_RUNS = 3  #: intervals of keys that a query may see
 MOST_EDGES = 64  #: of the keys that a query sees by a part of a mask
 END = 2**40  #: no edge; past every key
 #: What a mask function may do with positions of one kind, and ask of them.
-ELEMENTWISE = {
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "floordiv",
-    "floor_divide",
-    "mod",
-    "remainder",
-    "neg",
-    "abs",
-}
+ELEMENTWISE = {"add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "floor_divide", "mod", "remainder"}
+ELEMENTWISE |= {"neg", "abs", "device", "dtype"}
 ELEMENTWISE |= {"eq", "ne", "le", "lt", "ge", "gt", "and", "rand", "or", "ror", "xor", "not", "invert", "where"}
 ELEMENTWISE |= {"clamp", "clip", "minimum", "maximum", "to", "long", "int", "bool", "new_ones", "new_zeros"}
-ELEMENTWISE |= {"device", "dtype"}
 PIECE = 2**22  #: pairs of queries and keys that a mask function is asked about at once
 
 Near = tuple[Tensor, Tensor] | None  #: first and end of the keys that matter, [rows, queries]; None: all do
@@ -263,38 +249,8 @@ def _condition(x: Any) -> _Condition:
     return _Condition(lambda near: torch.where(seen, 0, END), 0)
 
 
-@dataclass(eq=False)
-class _Distance(_Pairwise):
-    """A position of one kind minus one of the other; `is_absolute`: how far they lie apart."""
-
-    place: _Positions
-    other: _Positions
-    is_absolute: bool = False
-
-    def __abs__(self) -> _Distance:
-        return _Distance(self.place, self.other, True)
-
-    def __neg__(self) -> _Distance:
-        if self.is_absolute:
-            raise _UnknownError("a distance below zero")
-        return _Distance(self.other, self.place)
-
-    def __le__(self, n: Any) -> _Condition:
-        if not isinstance(n, int):
-            raise _UnknownError("a distance compared with something else")
-        nearer = _compared("le", self.place - n, self.other)
-        return nearer & _compared("le", self.other - n, self.place) if self.is_absolute else nearer
-
-    def __lt__(self, n: Any) -> _Condition:
-        return self.__le__(n - 1)
-
-    def __ge__(self, n: Any) -> _Condition:
-        return ~self.__le__(n - 1)
-
-    def __gt__(self, n: Any) -> _Condition:
-        return ~self.__le__(n)
-
-    abs = __abs__
+class _Distance(Distance, _Pairwise):
+    abs = Distance.__abs__
 
 
 MIRRORED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}

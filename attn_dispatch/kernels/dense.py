@@ -7,7 +7,7 @@ longer than a small attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from attn_dispatch.spec.tensors import DTYPES
 aten = torch.ops.aten
 
 
+@cache
 def binding(name: str) -> Any:
     """torch's binding of an op, which saves 2 to 3 us a call over the same op reached through `torch.ops`."""
     return of_torch(f"torch:{name}", None) or of_torch(f"torch:ops.aten.{name}")
@@ -118,6 +119,18 @@ class Kernel:
 
         A row with all keys masked has out 0 and an undefined lse.
         """
+        given: Any = map(vector_aligned, call[:3]) if self.reads_vectors else call[:3]
+        op, (batch, q_len, heads, d) = self.bound(call.is_causal, call.scale), call.q.shape
+        assert op is not None
+        masked = {} if call.mask is None else self._masked(call)
+        out, lse, *_ = op(*(given if self.tokens_first else map(heads_first, given)), **masked)
+        out = out if self.tokens_first else out.transpose(1, 2)
+        # Some pad head_dim, or lse, to which others add an axis.
+        lse = lse if lse.shape == (batch, heads, q_len) else lse.reshape(batch, heads, -1)[:, :, :q_len]
+        return out if out.shape[-1] == d else out[..., :d], lse
+
+    def _masked(self, call: DenseCall) -> dict[str, Any]:
+        """The op's argument that has the mask."""
         raise NotImplementedError
 
     def backward(
@@ -180,7 +193,7 @@ class CpuFlash(Kernel):
     masks = True
     allocates = reads_vectors = False
 
-    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
+    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:  # sooner than by `bound`
         q, k, v = heads_first(call.q), heads_first(call.k), heads_first(call.v)
         out, lse = _cpu_flash(q, k, v, 0.0, call.is_causal, attn_mask=call.mask, scale=call.scale)
         return out.transpose(1, 2), lse
@@ -208,11 +221,6 @@ class CudaFlash(Kernel):
         op = binding("_scaled_dot_product_flash_attention")
         return partial(op, dropout_p=0.0, is_causal=is_causal, return_debug_mask=False, scale=scale)
 
-    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, call.is_causal, False, scale=call.scale)
-        return tokens_first(call.q.shape[-1], out)[0], lse
-
     def backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
     ) -> tuple[Tensor, ...]:
@@ -235,13 +243,8 @@ class CudaEfficient(Kernel):
         op = binding("_scaled_dot_product_efficient_attention")
         return partial(op, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=is_causal, scale=scale)
 
-    def forward(self, call: DenseCall) -> tuple[Tensor, Tensor]:
-        bias = _bias(call)
-        q, k, v = (heads_first(vector_aligned(x)) for x in call[:3])
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, 0.0, call.is_causal, scale=call.scale
-        )
-        return tokens_first(call.q.shape[-1], out)[0], lse[:, :, : q.shape[2]]
+    def _masked(self, call: DenseCall) -> dict[str, Any]:
+        return {"attn_bias": _bias(call)}
 
     def backward(
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None

@@ -56,10 +56,8 @@ class Hidden(NamedTuple):
         seq_lens, key_mask, bias = (tensors.get(name) for name in ("seq_lens", "key_mask", "bias"))
         queries = None if seq_lens is None else padding_mask(problem.q_len, seq_lens)[:, :, None, None]
         keys = unseen_keys(problem) if pattern else None
-        if masked_keys and key_mask is not None:
-            keys = _either(keys, ~key_mask[:, :, None, None])
-        if masked_keys and seq_lens is not None:
-            keys = _either(keys, padding_mask(problem.k_len, seq_lens)[:, :, None, None])
+        if masked_keys and (masked := hidden_by_masks(problem.k_len, seq_lens, key_mask)) is not None:
+            keys = _either(keys, masked[:, :, None, None])
         mixed = bias is not None or (pattern and "pattern_data" in tensors)
         return cls(keys, queries, (problem, tensors) if mixed else None)
 
@@ -102,6 +100,20 @@ class _Zeroed:
 def padding_mask(length: int, seq_lens: Tensor) -> Tensor:
     """Bool [batch, length]: True for tokens at and past `seq_lens`."""
     return torch.arange(length, device=seq_lens.device) >= seq_lens[:, None]
+
+
+def hidden_by_masks(k_len: int, seq_lens: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+    """Bool [batch, k_len]: the keys that masks hide; None without masks."""
+    hidden = None if key_mask is None else ~key_mask
+    return hidden if seq_lens is None else _either(hidden, padding_mask(k_len, seq_lens))
+
+
+def without_padding(out: Tensor, lse: Tensor, seq_lens: Tensor | None) -> None:
+    """Write 0 into out [batch, len, heads, head_dim] and -inf into lse [batch, len, heads] at padding queries."""
+    if seq_lens is not None:
+        padding = padding_mask(out.shape[1], seq_lens)
+        out.masked_fill_(padding[:, :, None, None], 0.0)
+        lse.masked_fill_(padding[:, :, None], -torch.inf)
 
 
 def _known_finite(x: Tensor) -> bool:

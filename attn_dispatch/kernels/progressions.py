@@ -7,7 +7,7 @@ no row that its branches do not select. Bounds relative to a row (causality, win
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +45,16 @@ class RowGroups(NamedTuple):
         size = (count[group] - before).clamp(max=block)
         runs = (end_run - self.run_counts)[group], end_run[group]
         return torch.stack([start[group] + before * step[group], step[group], size, *runs], dim=1)
+
+
+def tiled(kinds: Iterable[RowGroups], block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tiles and runs of kinds of heads, one after the other, and where the tiles of each begin and end."""
+    tiles, runs, edges = list[Tensor](), list[Tensor](), [0]
+    for groups in kinds:
+        tiles.append(groups.tiles(block, sum(map(len, runs))))
+        runs.append(groups.runs)
+        edges.append(edges[-1] + len(tiles[-1]))
+    return torch.cat(tiles), torch.cat(runs), torch.tensor(edges)
 
 
 def row_groups(

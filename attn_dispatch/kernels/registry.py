@@ -17,7 +17,7 @@ from attn_dispatch import process_state
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.contract import Backend, adapted, missing_members
 from attn_dispatch.log import say_once
-from attn_dispatch.text import one_line
+from attn_dispatch.text import one_line, printable
 
 GROUP = "attn_dispatch.backends"
 LIBRARIES = ("sdpa", "flash", "xformers", "sdpa_cudnn", "sdpa_efficient")
@@ -120,17 +120,14 @@ def backends() -> list[Backend]:
 def version_of(backend: Backend) -> str | None:
     """The backend's version, or None if its package is missing or `version()` raises."""
     try:
-        return _plain_text(backend.version())
+        version: object = backend.version()
+        # Plain text: some versions are subclasses of str, such as torch's.
+        return None if version is None else printable(str.__str__(str(version)))
     except ImportError:  # includes PackageNotFoundError
         return None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a plug-in may raise anything, and must not end the call
         say_once(f"{backend.name} has no version: {one_line(error)}")
         return None
-
-
-def _plain_text(version: object) -> str | None:
-    """A plain printable str: some versions are subclasses of str, such as torch's."""
-    return None if version is None else "".join(c if c.isprintable() else "?" for c in str.__str__(str(version)))
 
 
 @cache

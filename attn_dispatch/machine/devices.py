@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,13 @@ def other_devices() -> list[torch.device]:
     if kind is None or kind.type == "cuda" or not torch.accelerator.is_available():
         return []
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, without which NCCL's calls may hang; nothing for other devices."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def synchronize(device: torch.device) -> None:

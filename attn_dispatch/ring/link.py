@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 from attn_dispatch import private, process_state
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, GroupMismatch, InvalidInput
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.ring.engine.exchange import Transport, current_device, lost
+from attn_dispatch.machine.devices import current_device
+from attn_dispatch.ring.engine.exchange import Transport, lost
 from attn_dispatch.text import one_line
 
 T = TypeVar("T")

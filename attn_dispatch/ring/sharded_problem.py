@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.autograd import differentiable
-from attn_dispatch.kernels.hidden import Hidden
+from attn_dispatch.kernels.hidden import Hidden, hidden_by_masks, padding_mask
 from attn_dispatch.kernels.numerics import with_positive_scale
 from attn_dispatch.ring.engine import ulysses
 from attn_dispatch.ring.engine.passes import RingCall
@@ -153,11 +153,10 @@ class ShardedProblem:
 
     def _call(self, exchange: str, problem: Problem, seq_lens: Tensor | None, mask: Tensor | None) -> RingCall:
         steps = steps_of(self._exact(problem), self.layout, self._rank, exchange if exchange != LOCAL else RING)
-        seen, padding = mask, None
-        if seq_lens is not None:
-            past = torch.arange(problem.k_len, device=seq_lens.device) >= seq_lens[:, None]
-            seen = ~past if seen is None else seen & ~past
-            padding = tokens_of(past, self.layout, self._rank)
+        hidden = hidden_by_masks(problem.k_len, seq_lens, mask)
+        seen = None if hidden is None else ~hidden
+        past = None if seq_lens is None else padding_mask(problem.k_len, seq_lens)
+        padding = None if past is None else tokens_of(past, self.layout, self._rank)
         steps = steps[:1] if exchange == LOCAL else steps
         raise_if_any_failed = None if exchange == LOCAL else self.link.raise_if_any_failed
         return RingCall(problem, steps, self.link.transport, seen, padding, raise_if_any_failed)

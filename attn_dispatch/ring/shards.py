@@ -20,7 +20,6 @@ from attn_dispatch.ring.link import Link, agree, errors_sent, gathered, link_of
 from attn_dispatch.ring.rows.layout import CONTIGUOUS, KINDS, ZIGZAG, Layout, deal
 from attn_dispatch.ring.rows.traffic import positions_of, tokens_of
 from attn_dispatch.spec import checks
-from attn_dispatch.spec.checks import axis_of
 from attn_dispatch.spec.tracing import ContextParallel
 
 
@@ -77,7 +76,7 @@ def shard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
         InvalidInput: an argument is wrong, or there are fewer tokens than ranks.
     """
     link, spread = spread_of(mesh)
-    axis = axis_of(x, dim)
+    axis = checks.axis_of(x, dim)
     return tokens_of(x, spread.layout(x.shape[axis]), link.rank, axis).contiguous()
 
 
@@ -97,7 +96,7 @@ def unshard(x: Tensor, mesh: object, dim: int = 1) -> Tensor:
     """
     link, spread = spread_of(mesh)
     with errors_sent(link):
-        axis = axis_of(x, dim)
+        axis = checks.axis_of(x, dim)
     shape = [None if at == axis else size for at, size in enumerate(x.shape)]
     arguments = {"shape": shape, "dtype": str(x.dtype), "device": x.device.type, "shards": spread.kind}
     layout = Layout(agree(link, arguments, x.shape[axis], 0).lengths, spread.kind)

@@ -310,14 +310,18 @@ class Ranges(DataPattern):
         first, last = self.data
         return Ranges(first.maximum(low[:, None]), last.minimum(high[:, None]))
 
+    def bounds(self, k_len: int) -> tuple[Tensor, Tensor]:
+        """First and last keys of a sequence, int64 [rows, intervals, q_len]; none: `first > last`."""
+        first, last = self.data.long()
+        return first.clamp(min=0), last.clamp(max=k_len - 1)
+
     def _read(self, k_len: int) -> DataFacts:
         import torch
 
         _, _, branches, q_len = self.data.shape
         if not self.data.numel() or not k_len:
             return EMPTY
-        first, last = self.data.long()
-        first, last = first.clamp(min=0), last.clamp(max=k_len - 1)
+        first, last = self.bounds(k_len)
         keys = (last - first + 1).clamp(min=0)
         token = torch.arange(q_len, device=self.device) + k_len - q_len
         # The only window that it can be: of all queries, the furthest they see.

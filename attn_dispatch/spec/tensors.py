@@ -214,12 +214,8 @@ def check_sink(sink: object, q: Tensor, layout: str) -> None:
     """Raise InvalidInput unless a sink has one floating-point entry for each of q's heads, on its device."""
     if not isinstance(q, Tensor) or q.ndim != 4 or layout not in LAYOUTS:
         return  # what `of` raises for
-    heads = q.shape[2 if layout == "bnhd" else 1]
-    if not isinstance(sink, Tensor) or not sink.is_floating_point():
-        raise InvalidInput(f"sink must be {FLOATING}, got {_kind(sink)}")
-    if list(sink.shape) != [heads] or sink.device != q.device:
-        where = f"{list(sink.shape)} on {sink.device}"
-        raise InvalidInput(f"sink must have shape [heads] = [{heads}] on {q.device}, got {where}")
+    heads = q.shape[layout.index("h")]
+    _check("sink", sink, FLOATING, [(heads,)], f"[heads] = [{heads}]", q.device)
 
 
 def check_bias(bias: object, shape: tuple[int, int, int, int], device: torch.device) -> None:

@@ -36,7 +36,6 @@ from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, quarantine, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make
-from attn_dispatch.tuning.guard import NoReference, reference
 from attn_dispatch.tuning.hard_cases import CaseSpec, class_key, example_of, nan_memory
 from attn_dispatch.tuning.oracle import PAIRS, CheckResult, FurtherCheck, Incorrect, Oracle, further_checks
 from attn_dispatch.tuning.rounds import Steps
@@ -115,7 +114,7 @@ class HardCase:
 
 
 @lru_cache(CACHED_CASES)
-@reference()
+@guard.reference()
 def case_of(spec: CaseSpec) -> HardCase:
     """The hard case of a recipe, evaluated once. Raises NoReference."""
     example, problem = example_of(spec), spec.problem
@@ -227,7 +226,7 @@ class Gate:
                 ending_on_lost_device(candidate, self.problem, self.address),
             ):
                 return run()
-        except (NoReference, guard.DeviceLost):
+        except (guard.NoReference, guard.DeviceLost):
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
             text = one_line(error)
@@ -300,7 +299,7 @@ class Gate:
 
         @cache
         def oracle() -> Oracle:
-            with reference():
+            with guard.reference():
                 return Oracle.of(make(problem))
 
         def check(failures: FurtherCheck) -> Sequence[str]:

@@ -24,7 +24,6 @@ from attn_dispatch.store.quarantine import CrashMarker, crash_marker
 from attn_dispatch.text import one_line
 from attn_dispatch.tuning import choice, guard, intervals
 from attn_dispatch.tuning.candidates import Candidate, Request, ending_on_lost_device
-from attn_dispatch.tuning.choice import Admitted
 from attn_dispatch.tuning.clocks import ONE_TIME_MS, RETAKES, CudaStopwatch, HostStopwatch, Stopwatch
 from attn_dispatch.tuning.oracle import Incorrect
 from attn_dispatch.tuning.rounds import Around, Rounds, Steps, ending_on_failure, sampled_in_rounds
@@ -47,7 +46,7 @@ class Race:
     """
 
     request: Request
-    runners: dict[str, tuple[Candidate, Admitted]]
+    runners: dict[str, tuple[Candidate, choice.Admitted]]
     incumbent: str
     clock: Callable[[], float] = time.perf_counter
     stepped: bool = False

@@ -98,6 +98,7 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         libraries.xformers(monkeypatch, seen)
     elif adapter.startswith("cudnn"):
         _replace_ops(sdpa_cudnn, libraries.cudnn_ops(3 if "before" in adapter else 4), monkeypatch)
+        monkeypatch.setattr(dense, "VERSION", (2, 8) if "before" in adapter else (2, 9))
     else:
         ops = libraries.flash_ops() if adapter == "torch-flash" else libraries.efficient_ops()
         _replace_ops(dense, ops, monkeypatch)

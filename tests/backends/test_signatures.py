@@ -143,4 +143,5 @@ def test_ops_of_pytorch(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"torch-flash": libraries.flash_ops, "efficient": libraries.efficient_ops}
     ops = libraries.cudnn_ops(4) if adapter == "cudnn" else made[adapter]()
     monkeypatch.setattr(module, "aten", ops)
+    monkeypatch.setattr(module, "binding", lambda name: getattr(ops, name))
     record(adapter, ops, monkeypatch).check(lambda name: signatures.of_schema(getattr(torch.ops.aten, name).default))

@@ -45,7 +45,7 @@ SCORES: list[Case] = [
     ),
     ({"sink": 0.0}, "sink must be a floating-point tensor, got float"),
     ({"sink": torch.zeros(HEADS).long()}, "must be a floating-point tensor, got a torch.int64"),
-    ({"sink": torch.zeros(3)}, "sink must have shape [heads] = [4] on cpu, got [3] on cpu"),
+    ({"sink": torch.zeros(3)}, "sink must have shape [heads] = [4], got [3]"),
 ]
 LENGTHS: list[Case] = [
     ({"key_lens": BOTH[:1]}, "key_lens must have shape [batch] = [2], got [1]"),

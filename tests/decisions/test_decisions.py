@@ -22,7 +22,7 @@ from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Window
-from attn_dispatch.spec.problem import Call, Problem
+from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.folder import Store
 from attn_dispatch.store.quarantine import Entry, Kind, Quarantine
 from attn_dispatch.tuning import candidates
@@ -288,7 +288,7 @@ def test_another_number_of_threads_is_another_machine() -> None:
 
 def on_device(problem: Problem) -> ResolvedCall:
     q, k, v = qkv()
-    out, _ = call.attend_on_device(Call(q, k, v, problem.pattern, scale=problem.scale))
+    out, _ = call.resolve(problem).result(q, k, v)
     assert close(out, formula(q, k, v, problem.pattern)[0])
     return call._calls[problem, None, None, torch.get_num_threads()]
 

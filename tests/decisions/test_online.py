@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import attend, counters, explain, process_state, profile
 from attn_dispatch.calls import routes
-from attn_dispatch.decisions import decide, look_up, online
+from attn_dispatch.decisions import decide, look_up, online, trial_limits
 from attn_dispatch.errors import BackendFailed, InvalidInput, NotDecided
 from attn_dispatch.kernels import registry
 from attn_dispatch.machine.hardware import silicon
@@ -220,7 +220,7 @@ def test_other_modes_measure_nothing(mode: str, machine: Machine, set_mode: Call
 
 def test_nothing_is_measured_while_traced_or_captured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     attend(*qkv())
-    monkeypatch.setattr(online, "cannot_measure", lambda device: True)
+    monkeypatch.setattr(trial_limits, "cannot_measure", lambda device: True)
     call(300)
     assert machine.calls()["b"] == 0
     before = online._account.calls

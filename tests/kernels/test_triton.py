@@ -153,7 +153,7 @@ def test_the_default_device_is_not_that_of_lists(pattern: Pattern) -> None:
 
     def lists() -> list[Any]:
         work = work_list_of(problem, "queries", 64)
-        held = triton._on_device(problem, "queries", triton.INTERPRETED)
+        held = triton._on_device(problem, "queries", support.INTERPRETED_BLOCK)
         numbers = [largest_row_group(problem, "queries"), covers(problem, "queries"), triton.flops(problem)]
         tables = (work.tiles, work.runs, work.longest_first(16).tiles, held.tiles, held.runs)
         return [*numbers, *(table.tolist() for table in tables)]
@@ -314,7 +314,7 @@ SEVERAL = (
 @pytest.mark.usefixtures("triton_interpreter")
 @thinned(("case", "terms"), product(SEVERAL, TERMS), 7, ids=lambda x: getattr(x, "id", x))
 def test_tiles_of_several_blocks(case: Case, terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "INTERPRETED", BlockConfig(32, 16, 4, 1))
+    monkeypatch.setattr(support, "INTERPRETED_BLOCK", BlockConfig(32, 16, 4, 1))
     triton.block_configs.cache_clear()
     gate = Oracle.of(make(replace(case.problem(torch.float32, needs_grad=True), **TERMS[terms])))
     assert gate.check(gate.run(TRITON)).failures == ()

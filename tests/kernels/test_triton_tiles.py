@@ -16,6 +16,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.tiles import tables
 from attn_dispatch.kernels.tiles.estimates import most_pairs, tile_lists_bytes
 from attn_dispatch.kernels.tiles.tables import TileLists, tile_lists_of
+from attn_dispatch.kernels.triton import support
 from attn_dispatch.kernels.triton.blocks import BlockConfig
 from attn_dispatch.spec.orders import ORDERS, Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
@@ -156,7 +157,7 @@ SMALL = (
 )
 def test_blocks_smaller_than_tiles(case: Case, order: str, stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 rows and 16 columns in tiles of 32, forward and backward, lse included."""
-    monkeypatch.setattr(triton_tiles, "INTERPRETED", BlockConfig(16, 16, 4, 1))
+    monkeypatch.setattr(support, "INTERPRETED_BLOCK", BlockConfig(16, 16, 4, 1))
     monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if stored else 0)
     assert failures(case, order, 32, *((torch.float32, "softcap") if stored else (torch.float16, "bias"))) == ()
 

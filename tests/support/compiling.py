@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.kernels.triton.blocks import HALF, WGMMA
+from attn_dispatch.kernels.triton.blocks import HALF, WGMMA, BlockConfig
 from attn_dispatch.kernels.triton.passes import Tables
 from attn_dispatch.kernels.triton.support import Meta, Terms, TritonKernel, launch, missing, shared_bytes
 from attn_dispatch.spec.pattern import Dense
@@ -54,7 +54,8 @@ def compile_for(each: TritonKernel, capability: int, lists: tuple[str, ...], low
 
     `lists` are the names of the tables that there are, `more` the `Meta` beyond that of every kernel, or in its place.
     """
-    block, tensors = HALF[capability // 10 in WGMMA][each.kernel][64][0], (*TENSORS[each.kernel], LENGTHS, BYTES)
+    block = BlockConfig(*HALF[capability // 10 in WGMMA][each.kernel][64][0])
+    tensors = (*TENSORS[each.kernel], LENGTHS, BYTES)
     meta = Meta(2, 60, 64, 0, block.rows, block.columns)._replace(**more)
     there: Any = {name: TABLES[name] for name in lists}
     tables = Tables(*map(there.get, Tables._fields))

@@ -117,6 +117,7 @@ def compiled(each: TritonKernel, problem: Problem, block: BlockConfig) -> Compil
     used = precision(there)
     q, k, v = (torch.empty(1, problem.q_len, problem.heads, problem.head_dim, dtype=problem.dtype) for _ in range(3))
     stand_ins: dict[str, Any] = {name.upper(): kernel for name, kernel in kernels.items()}
+    stand_ins["KERNELS"] = tuple(kernels.values())
     with (
         patch.multiple(backend, **stand_ins),
         patch.multiple(backend, block_configs=lambda *_: (block,)),

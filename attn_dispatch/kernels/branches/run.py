@@ -15,7 +15,7 @@ from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.dense import CUDA_HEAD_ALIGN, DenseCall, Kernel, with_lse_column
 from attn_dispatch.kernels.device_cache import kv_head_index
-from attn_dispatch.kernels.hidden import Hidden, copied_bytes
+from attn_dispatch.kernels.hidden import Hidden, copied_bytes, hidden_by_masks, without_padding
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, merge_, sum_dtype, with_positive_scale
 from attn_dispatch.spec.problem import Problem
 
@@ -67,10 +67,12 @@ def passes(
     problem: Problem, plan: BranchPlan, kernel: Kernel, masks: Mapping[str, Tensor], biases: tuple[Bias, ...] = ()
 ) -> Passes:
     """The passes of `run`, for a scale above 0."""
-    seq_lens, key_mask = masks.get("seq_lens"), masks.get("key_mask")
-    call = BranchPasses(
-        problem, plan, kernel, hidden_key_bias(problem, seq_lens, key_mask, problem.device), seq_lens, biases
-    )
+    seq_lens = masks.get("seq_lens")
+    hidden = hidden_by_masks(problem.k_len, seq_lens, masks.get("key_mask"))
+    if hidden is not None:
+        zeros = torch.zeros(hidden.shape, dtype=sum_dtype(problem.dtype), device=hidden.device)
+        hidden = zeros.masked_fill_(hidden, -math.inf)
+    call = BranchPasses(problem, plan, kernel, hidden, seq_lens, biases)
     # Pieces of branches hold selected keys only; others hold keys that no query sees, which kernels read.
     return Hidden.of(problem, masks, pattern=bool(biases) or not problem.pattern.branches).around(call)
 
@@ -107,19 +109,6 @@ class BranchPasses:
                 yield slice(start, start + self.plan.batch_step), block
 
 
-def hidden_key_bias(
-    problem: Problem, seq_lens: Tensor | None, key_mask: Tensor | None, device: torch.device
-) -> Tensor | None:
-    """What masks add to the scores, [batch, k_len]: -inf at hidden keys, else 0; None without masks."""
-    if seq_lens is None and key_mask is None:
-        return None
-    seen = torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device) if key_mask is None else key_mask
-    if seq_lens is not None:
-        seen = seen & (torch.arange(problem.k_len, device=device) < seq_lens[:, None])
-    zeros = torch.zeros(seen.shape, dtype=sum_dtype(problem.dtype), device=device)
-    return zeros.masked_fill_(~seen, -math.inf)
-
-
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: BranchPasses) -> tuple[Tensor, Tensor]:
     single = call.plan.single
     if single is not None and call.hidden is None:
@@ -136,10 +125,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: BranchPasses) -> tuple[Tenso
             hidden = None if call.hidden is None else call.hidden[rows, block.k]
             part, lse_part = _block_forward(q[rows, block.q], k[rows, block.k], v[rows, block.k], hidden, call, block)
             out[rows, block.q], lse[rows, block.q] = part, lse_part
-    if call.seq_lens is not None:
-        padding = torch.arange(call.problem.q_len, device=q.device) >= call.seq_lens[:, None]
-        out.masked_fill_(padding[:, :, None, None], 0.0)
-        lse.masked_fill_(padding[:, :, None], -math.inf)
+    without_padding(out, lse, call.seq_lens)
     return out, lse.transpose(1, 2)
 
 
@@ -219,9 +205,8 @@ def _mask(hidden: Tensor | None, call: BranchPasses, piece: Piece) -> Tensor | N
     if piece.bias is None:
         return mask
     bias = call.biases[piece.bias].values
-    return (
-        bias if mask is None else torch.where(mask == -math.inf, mask, bias + mask)
-    )  # a caller's bias may be NaN there
+    # A caller's bias may be NaN there.
+    return bias if mask is None else torch.where(mask == -math.inf, mask, bias + mask)
 
 
 def _seen(mask: Tensor, call: BranchPasses, piece: Piece) -> Tensor:
@@ -254,14 +239,7 @@ def _unfold(parts: list[Tensor], shape: torch.Size) -> Tensor:
 
 
 def _backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: BranchPasses,
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: BranchPasses
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the pieces' gradients; each piece's backward takes the merged out and lse.
 

@@ -144,18 +144,11 @@ def _blocks_function(table: Tensor, size: tuple[int, int], within: Count | None,
 
 def blocks_of_ranges(pattern: Ranges, q_len: int, k_len: int, size: int) -> mask.Blocks:
     """The blocks of `size` x `size` tokens that intervals meet or cover: [rows, 1, query blocks, key blocks]."""
-    first, last, none = _within_keys(pattern, k_len)
-    columns = -(-k_len // size)
+    first, last = pattern.bounds(k_len)
+    none, columns = first > last, -(-k_len // size)
     touched = _marked(first // size, last // size + 1, none, columns, size) > 0
     covered = _marked(-(-first // size), (last + 1) // size, none, columns, size) == size
     return mask.Blocks(touched.any(1, keepdim=True), covered.any(1, keepdim=True))
-
-
-def _within_keys(pattern: Ranges, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """First and last keys, int64 [rows, intervals, q_len], and where there are none."""
-    first, last = pattern.data.long()
-    first, last = first.clamp(min=0), last.clamp(max=k_len - 1)
-    return first, last, first > last
 
 
 def _marked(begin: Tensor, end: Tensor, none: Tensor, columns: int, size: int) -> Tensor:
@@ -172,8 +165,8 @@ def _marked(begin: Tensor, end: Tensor, none: Tensor, columns: int, size: int) -
 
 def _overlap(pattern: Ranges, k_len: int) -> bool:
     """Whether two intervals of a query share a key."""
-    first, last, none = _within_keys(pattern, k_len)
-    first, last = first.masked_fill(none, FAR), last.masked_fill(none, -FAR)
+    first, last = pattern.bounds(k_len)
+    first, last = first.masked_fill(first > last, FAR), last.masked_fill(first > last, -FAR)
     order = first.argsort(1)
     first, last = first.gather(1, order), last.gather(1, order)
     return bool((first[:, 1:] <= last.cummax(1).values[:, :-1]).any())

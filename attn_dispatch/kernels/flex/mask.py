@@ -62,11 +62,7 @@ def multiplicity_function(
 
 
 def score_function(
-    problem: Problem,
-    count: RowCount | None,
-    places: Tensor | None,
-    bias: Tensor | None,
-    slopes: Tensor | None,
+    problem: Problem, count: RowCount | None, places: Tensor | None, bias: Tensor | None, slopes: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     """The function `score(s, row, head, query, key)`, which caps and biases a score; None if it would change none.
 

@@ -15,16 +15,8 @@ from torch import Tensor
 
 from attn_dispatch.kernels.autograd import Passes
 from attn_dispatch.kernels.contract import Result
-from attn_dispatch.kernels.native.run import (
-    ForwardArguments,
-    NativePasses,
-    WorkUnits,
-    arguments_in_units,
-    forward_with,
-    packs_heads,
-    units_of,
-)
-from attn_dispatch.kernels.native.tables import TILE, VECTOR, VECTORS, NativeTables, group_of_vectors
+from attn_dispatch.kernels.native import run
+from attn_dispatch.kernels.native.tables import TILE, VECTORS, NativeTables, group_of_vectors, runs_of
 from attn_dispatch.kernels.progressions import OPEN
 from attn_dispatch.spec.data import Blocks, BlocksForm, DataPattern, Ranges, RangesForm, derived
 from attn_dispatch.spec.pattern import Pattern
@@ -84,7 +76,7 @@ class Prepared(NamedTuple):
     """What a call needs besides its tensors: a problem of each row with its own tables, or of all rows."""
 
     problem: Problem
-    rows: tuple[ForwardArguments, ...]
+    rows: tuple[run.ForwardArguments, ...]
 
 
 def _prepared(problem: Problem, data: Tensor, threads: int) -> Prepared:
@@ -96,16 +88,16 @@ def _prepared(problem: Problem, data: Tensor, threads: int) -> Prepared:
     return Prepared(problem, tuple(_arguments(pattern, problem, row, threads) for row in range(rows)))
 
 
-def _arguments(pattern: DataPattern, problem: Problem, row: int, threads: int) -> ForwardArguments:
-    packed_heads = problem.heads // problem.kv_heads if packs_heads(problem) and not problem.needs_grad else 1
+def _arguments(pattern: DataPattern, problem: Problem, row: int, threads: int) -> run.ForwardArguments:
+    packed_heads = problem.heads // problem.kv_heads if run.packs_heads(problem) and not problem.needs_grad else 1
     sizes = Sizes(problem.q_len, problem.k_len, problem.heads, packed_heads)
     tables = derived(pattern.data, ("native tables", row, sizes), lambda: _tables(pattern, row, sizes))
     if tables.listed is not None:
-        return arguments_in_units(problem, tables, WorkUnits(1, 1, 1, 0), threads)
+        return run.arguments_in_units(problem, tables, run.WorkUnits(1, 1, 1, 0), threads)
     keys = torch.zeros(len(tables.tiles), dtype=torch.int64)
     keys.index_add_(0, torch.repeat_interleave(tables.tiles[:, 4]), tables.runs[:, 2])
-    units = units_of(problem, tables, packed_heads, int(keys.max()), threads)
-    return arguments_in_units(problem, tables, units, threads)
+    units = run.units_of(problem, tables, packed_heads, int(keys.max()), threads)
+    return run.arguments_in_units(problem, tables, units, threads)
 
 
 def specialized(problem: Problem, data: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Result] | None:
@@ -115,7 +107,7 @@ def specialized(problem: Problem, data: Tensor, q: Tensor, k: Tensor, v: Tensor)
 
     def made() -> Callable[..., Result] | None:
         _, rows = _once(problem, data, threads)
-        return forward_with(rows[0], problem, q, k, v) if len(rows) == 1 else None
+        return run.forward_with(rows[0], problem, q, k, v) if len(rows) == 1 else None
 
     return derived(data, ("native call", problem, threads, like), made)
 
@@ -135,13 +127,13 @@ def passes_of(
     """The passes of a problem, with tables for each row of the batch where the pattern has tensors by row."""
     inner, rows = _once(problem, data, torch.get_num_threads())
     if len(rows) == 1:
-        return NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0])
-    found = list[NativePasses]()
+        return run.NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0])
+    found = list[run.NativePasses]()
     for row, made in enumerate(rows):
         own_seen, own_lens = (None if x is None else x[row : row + 1] for x in (seen, seq_lens))
         own_bias = bias if bias is None or len(bias) == 1 else bias[row : row + 1]
         own_slopes = slopes if slopes is None or slopes.ndim == 1 else slopes[row : row + 1]
-        found.append(NativePasses(inner, made.tables, own_seen, own_lens, own_bias, own_slopes, made=made))
+        found.append(run.NativePasses(inner, made.tables, own_seen, own_lens, own_bias, own_slopes, made=made))
     return ByRow(tuple(found), problem.bias[:1] == (1,))
 
 
@@ -185,7 +177,7 @@ def refused_within(within: Pattern) -> bool:
     return bool(within.branches) or bool(within.axes)
 
 
-def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> NativeTables:
+def _joined(runs: Runs, listed: Runs, tables: int, sizes: Sizes) -> NativeTables:
     """The tables of runs with bounds, and of listed keys (tile, key, lanes, interval), which follow them in each tile.
 
     The kernel adds to several rows of dk at once: a listed run has no key twice.
@@ -193,18 +185,14 @@ def _joined(runs: Runs, listed: Runs | None, tables: int, sizes: Sizes) -> Nativ
     tile, key, count, low, high, lanes = runs
     table = torch.stack([key, torch.ones_like(key), count, low, high], dim=1)
     keys = bits = None
-    if listed is not None and len(listed[0]):
+    if len(listed[0]):
         at, keys, bits, interval = listed
         group, full = group_of_vectors(bits)
         kind = (at * (int(interval.max()) + 1) + interval) * (VECTORS + 1) ** 2 + group
         order = (2 * kind + full).argsort(stable=True)
         at, keys, bits, group, kind = (x[order] for x in (at, keys.to(torch.int32), bits, group, kind))
-        changed = torch.ones(len(at), dtype=torch.bool)
-        changed[1:] = kind[1:] != kind[:-1]
-        start = changed.nonzero()[:, 0]
-        lengths = torch.diff(start, append=torch.tensor([len(at)]))
-        sides = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
-        table = torch.cat([table, torch.stack([start, torch.zeros_like(start), lengths, *sides], dim=1)])
+        start, of_lists = runs_of(kind, group)
+        table = torch.cat([table, of_lists])
         tile, lanes = torch.cat([tile, at[start]]), torch.cat([lanes, torch.full_like(start, -1)])
         order = tile.argsort(stable=True)
         table, tile, lanes = table[order], tile[order], lanes[order]

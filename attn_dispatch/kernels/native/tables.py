@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.heads import heads_by_kind
-from attn_dispatch.kernels.progressions import OPEN, most_row_groups, row_groups
+from attn_dispatch.kernels.progressions import OPEN, RowGroups, most_row_groups, row_groups, tiled
 from attn_dispatch.spec.orders import NATURAL, permutation, permutation_of_queries, places, token_order_of
 from attn_dispatch.spec.pattern import Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
@@ -133,19 +133,16 @@ def _tables(problem: Problem, order: str) -> NativeTables:
 def _in_steps(problem: Problem, borders: Tensor, ahead: int = 0) -> NativeTables:
     """The tables of documents that begin and end at `borders`; the queries are the tokens from `ahead` on."""
     head_class = torch.zeros(problem.heads, dtype=torch.int64)
-    tiles: list[Tensor] = []
-    runs: list[Tensor] = []
-    first_tile = [0]
+    found: list[RowGroups] = []
     for number, (bands, members) in enumerate(_bands_by_heads(problem)):
         head_class[members] = number
         groups = row_groups(bands, borders, ahead)
-        table = groups.tiles(TILE, sum(len(before) for before in runs))
-        table[:, 4] -= table[:, 3]
-        tiles.append(table)
         sides = ((-OPEN if each.low is None else each.low, OPEN if each.high is None else each.high) for each in bands)
-        runs.append(torch.cat([groups.runs[:, :3], torch.tensor([*sides])[groups.runs[:, 3]]], dim=1))
-        first_tile.append(first_tile[-1] + len(table))
-    return NativeTables(torch.cat(tiles), torch.cat(runs), torch.tensor(first_tile), head_class)
+        runs = torch.cat([groups.runs[:, :3], torch.tensor([*sides])[groups.runs[:, 3]]], dim=1)
+        found.append(groups._replace(runs=runs))
+    tiles, runs, first_tile = tiled(found, TILE)
+    tiles[:, 4] -= tiles[:, 3]
+    return NativeTables(tiles, runs, first_tile, head_class)
 
 
 def _bands_by_heads(problem: Problem) -> list[tuple[tuple[Band, ...], list[int]]]:
@@ -361,14 +358,17 @@ def group_of_vectors(bits: Tensor) -> tuple[Tensor, Tensor]:
     return first * (VECTORS + 1) + last + 1, full.long()
 
 
+def runs_of(kind: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Where runs of keys of one kind and group start, and `runs` of the tables for them."""
+    count = torch.unique_consecutive(kind, return_counts=True)[1]
+    start = count.cumsum(0) - count
+    low, high = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
+    return start, torch.stack([start, torch.zeros_like(start), count, low, high], dim=1)
+
+
 def _runs(tile: Tensor, group: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """`tiles` and `runs` of the tables: a run is consecutive keys of one tile and group."""
-    changed = torch.ones(len(tile), dtype=torch.bool)
-    changed[1:] = (tile[1:] != tile[:-1]) | (group[1:] != group[:-1])
-    start = changed.nonzero()[:, 0]
-    count = torch.diff(start, append=torch.tensor([len(tile)]))
-    low, high = group[start] // (VECTORS + 1) * VECTOR, group[start] % (VECTORS + 1) * VECTOR
-    runs = torch.stack([start, torch.zeros_like(start), count, low, high], dim=1)
+    start, runs = runs_of(tile * (VECTORS + 1) ** 2 + group, group)
     first = torch.arange(0, length, TILE)
     run_counts = torch.bincount(tile[start], minlength=len(first))
     queries = (length - first).clamp(max=TILE)

@@ -18,7 +18,7 @@ from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.dense import DenseCall, Kernel, with_lse_column
 from attn_dispatch.kernels.device_cache import kv_head_index
 from attn_dispatch.kernels.heads import kv_heads_of
-from attn_dispatch.kernels.hidden import Hidden, padding_mask
+from attn_dispatch.kernels.hidden import Hidden, hidden_by_masks, without_padding
 from attn_dispatch.kernels.numerics import sum_dtype, with_positive_scale
 from attn_dispatch.kernels.tiles.tables import TileTable, cached_with
 from attn_dispatch.kernels.tiles.threads import WorkQueue, run_in_threads
@@ -50,7 +50,8 @@ def run(
     """
     q, problem = with_positive_scale(q, problem)
     seq_lens = tensors.get("seq_lens")
-    inner = _TilePasses(problem, tables, kernel, _hidden(problem, seq_lens, tensors.get("key_mask")), seq_lens)
+    hidden = hidden_by_masks(problem.k_len, seq_lens, tensors.get("key_mask"))
+    inner = _TilePasses(problem, tables, kernel, hidden, seq_lens)
     call = Hidden.of(problem, tensors, masked_keys=False).around(inner)
     if problem.needs_grad:
         return differentiable(q, k, v, call, (tensors.get("pattern_data"),))
@@ -60,7 +61,7 @@ def run(
 
 def partial(problem: Problem, tables: Sequence[TileTable], kernel: Kernel, key_mask: Tensor | None) -> Passes:
     """The passes for queries that also see other keys (see `contract.Backend`); the scale must be above 0."""
-    return _TilePasses(problem, (tables,), kernel, _hidden(problem, None, key_mask), None)
+    return _TilePasses(problem, (tables,), kernel, hidden_by_masks(problem.k_len, None, key_mask), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +146,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: _TilePasses) -> tuple[Tensor
             own_lse.index_fill_(1, positions, -math.inf)
         inputs = own_q, *(x[:, :, heads.kv] for x in rows[3:])
         _forward_heads(inputs, own_out, own_lse, heads, table, part)
-    if call.seq_lens is not None:
-        padding = padding_mask(q.shape[1], call.seq_lens)
-        out.masked_fill_(padding[:, :, None, None], 0.0)
-        lse.masked_fill_(padding[:, :, None], -math.inf)
+    without_padding(out, lse, call.seq_lens)
     return out, lse.transpose(1, 2)
 
 
@@ -403,11 +401,3 @@ def _put(whole: Tensor, group: _TileGroup, part: Tensor) -> None:
     if group.distinct < len(positions):
         positions, part = positions[: group.distinct], part[: group.distinct]
     whole.index_copy_(0, positions, part)
-
-
-def _hidden(problem: Problem, seq_lens: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
-    hidden = None if key_mask is None else ~key_mask
-    if seq_lens is not None:
-        padding = padding_mask(problem.k_len, seq_lens)
-        hidden = padding if hidden is None else hidden | padding
-    return hidden

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ MAX_BRANCHES = 255  #: a multiplicity must fit into a byte
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TileTable:
     """The tile pairs with visible keys, for heads that see the same keys. A tile is consecutive places of an order.
 
@@ -87,19 +86,12 @@ class TileTable:
         return replace(self, **moved, **masks, branches=tuple(branch.to(device) for branch in self.branches))
 
 
-_cached: WeakKeyDictionary[TileTable, dict[Any, Any]] = WeakKeyDictionary()
-
-
-def cached_with(table: TileTable, key: object, make: Callable[[], T]) -> T:
+def cached_with(table: TileTable, key: Hashable, make: Callable[[], T]) -> T:
     """What is made from a table, cached as long as the table exists where that saves the device a wait."""
     device = table.keys.device
     if device.type == "cpu" and device.type not in device_cache.DEVICES:
         return make()
-    found = _cached.setdefault(table, {})
-    if key not in found:
-        found[key] = device_cache.made_on(device, make)
-    result: T = found[key]
-    return result
+    return device_cache.derived_on(device, table.keys, key, lambda _: make())
 
 
 def _key(problem: Problem, order: str, tile: int) -> Hashable:

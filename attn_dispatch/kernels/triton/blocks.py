@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,13 +33,8 @@ class BlockConfig:
         return f"{self.rows} x {self.columns}, {self.warps} warps, {self.stages} stages"
 
 
-#: Block sizes in order of preference, by the largest head_dim they are for.
-Blocks = dict[int, tuple[BlockConfig, ...]]
-
-
-def _listed(sizes: dict[int, Iterable[tuple[int, int, int, int]]]) -> Blocks:
-    return {head_dim: tuple(BlockConfig(*each) for each in listed) for head_dim, listed in sizes.items()}
-
+#: Fields of `BlockConfig`s in order of preference, by the largest head_dim they are for.
+Blocks = dict[int, list[tuple[int, int, int, int]]]
 
 WGMMA = (9, 10)  #: major capabilities whose warp groups multiply from shared memory
 
@@ -50,79 +44,63 @@ WGMMA = (9, 10)  #: major capabilities whose warp groups multiply from shared me
 #: and 192, on all not measured, are for sums of two powers of two (`parts_of`), which take less than the next power.
 HALF: dict[bool, dict[Kernel, Blocks]] = {
     True: {
-        "forward": _listed(
-            {
-                64: [(64, 128, 4, 3), (64, 64, 4, 3)],
-                96: [(128, 64, 8, 3), (64, 64, 4, 3)],  # 128 x 128 spills in the main loop
-                128: [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
-                256: [(128, 32, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2)],
-            }
-        ),
-        "backward_q": _listed(
-            {
-                64: [(64, 64, 4, 3), (64, 64, 4, 2)],
-                128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
-                256: [(128, 32, 8, 2), (64, 32, 4, 3), (32, 32, 4, 2)],
-            }
-        ),
-        "backward_kv": _listed(
-            {
-                64: [(64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
-                128: [(64, 64, 4, 2), (64, 32, 4, 3)],
-                256: [(64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)],
-            }
-        ),
+        "forward": {
+            64: [(64, 128, 4, 3), (64, 64, 4, 3)],
+            96: [(128, 64, 8, 3), (64, 64, 4, 3)],  # 128 x 128 spills in the main loop
+            128: [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)],
+            256: [(128, 32, 8, 3), (64, 32, 4, 3), (32, 32, 4, 2)],
+        },
+        "backward_q": {
+            64: [(64, 64, 4, 3), (64, 64, 4, 2)],
+            128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)],
+            256: [(128, 32, 8, 2), (64, 32, 4, 3), (32, 32, 4, 2)],
+        },
+        "backward_kv": {
+            64: [(64, 128, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2)],
+            128: [(64, 64, 4, 2), (64, 32, 4, 3)],
+            256: [(64, 64, 8, 2), (64, 32, 8, 2), (32, 64, 8, 2), (32, 32, 8, 2)],
+        },
     },
     False: {
-        "forward": _listed(
-            {
-                64: [(128, 64, 4, 3), (64, 64, 4, 3)],
-                96: [(128, 32, 4, 3), (64, 32, 4, 2)],
-                128: [(128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)],
-                192: [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
-                256: [(64, 32, 4, 2), (32, 32, 4, 2)],
-            }
-        ),
-        "backward_q": _listed(
-            {
-                64: [(128, 32, 4, 3), (64, 64, 4, 3)],
-                96: [(128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
-                128: [(64, 64, 4, 2), (64, 32, 4, 2)],
-                192: [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
-                256: [(64, 64, 8, 2), (32, 32, 4, 2)],
-            }
-        ),
-        "backward_kv": _listed(
-            {
-                64: [(128, 32, 4, 2), (64, 32, 4, 2)],
-                80: [(64, 32, 4, 2)],  # 64 x 64 spills in the main loop on 12.0
-                96: [(64, 64, 4, 2), (64, 32, 4, 2)],
-                128: [(64, 32, 4, 2)],
-                192: [(32, 64, 4, 2), (32, 32, 4, 2)],
-                256: [(32, 32, 4, 2)],
-            }
-        ),
+        "forward": {
+            64: [(128, 64, 4, 3), (64, 64, 4, 3)],
+            96: [(128, 32, 4, 3), (64, 32, 4, 2)],
+            128: [(128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)],
+            192: [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
+            256: [(64, 32, 4, 2), (32, 32, 4, 2)],
+        },
+        "backward_q": {
+            64: [(128, 32, 4, 3), (64, 64, 4, 3)],
+            96: [(128, 32, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)],
+            128: [(64, 64, 4, 2), (64, 32, 4, 2)],
+            192: [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
+            256: [(64, 64, 8, 2), (32, 32, 4, 2)],
+        },
+        "backward_kv": {
+            64: [(128, 32, 4, 2), (64, 32, 4, 2)],
+            80: [(64, 32, 4, 2)],  # 64 x 64 spills in the main loop on 12.0
+            96: [(64, 64, 4, 2), (64, 32, 4, 2)],
+            128: [(64, 32, 4, 2)],
+            192: [(32, 64, 4, 2), (32, 32, 4, 2)],
+            256: [(32, 32, 4, 2)],
+        },
     },
 }
 
 # float32, for every kernel. Exact products hold their operands in registers. Up to head_dim 128 the first blocks are
 # the fastest, or within a tenth of it, of those that `tools.checks.gpu_check` times on an H100, for each kernel.
-_EXACT = _listed(
-    {
-        64: [(32, 32, 4, 2)],
-        128: [(32, 32, 4, 2), (32, 32, 8, 2), (32, 16, 8, 2)],
-        256: [(32, 16, 8, 2), (16, 16, 4, 2)],  # with one stage backward_q spills most of what it holds
-    }
-)
-_TF32 = _listed(
-    {
-        64: [(128, 64, 8, 2), (64, 64, 4, 2), (32, 32, 4, 2)],
-        128: [(32, 32, 4, 2), (32, 16, 4, 2)],
-        256: [(16, 32, 4, 2), (16, 16, 4, 2)],
-    }
-)
+_EXACT: Blocks = {
+    64: [(32, 32, 4, 2)],
+    128: [(32, 32, 4, 2), (32, 32, 8, 2), (32, 16, 8, 2)],
+    256: [(32, 16, 8, 2), (16, 16, 4, 2)],  # with one stage backward_q spills most of what it holds
+}
+_TF32: Blocks = {
+    64: [(128, 64, 8, 2), (64, 64, 4, 2), (32, 32, 4, 2)],
+    128: [(32, 32, 4, 2), (32, 16, 4, 2)],
+    256: [(16, 32, 4, 2), (16, 16, 4, 2)],
+}
 # Not measured: three products from registers spill most of what they hold in larger blocks.
-_THREE_FROM_REGISTERS = _TF32 | _listed({64: [(128, 16, 8, 2), (64, 16, 4, 2), (32, 32, 4, 2)]})
+_THREE_FROM_REGISTERS = _TF32 | {64: [(128, 16, 8, 2), (64, 16, 4, 2), (32, 32, 4, 2)]}
 #: float32, by `input_precision` and whether the capability is one of WGMMA.
 SINGLE: dict[str, dict[bool, Blocks]] = {
     "ieee": {True: _EXACT, False: _EXACT},
@@ -142,11 +120,13 @@ def precision(problem: Problem) -> str:
     return "ieee" if exact else "tf32x3"
 
 
-def blocks_for(kernel: Kernel, problem: Problem) -> tuple[BlockConfig, ...]:
-    """The blocks of a kernel on the problem's GPU, in order of preference."""
+def blocks_for(kernel: Kernel, problem: Problem, single: Blocks | None = None) -> tuple[BlockConfig, ...]:
+    """The blocks of a kernel on the problem's GPU, in order of preference; `single`: for float32, if others."""
     wgmma = torch.cuda.get_device_capability(problem.device)[0] in WGMMA
-    table = SINGLE[precision(problem)][wgmma] if problem.dtype == torch.float32 else HALF[wgmma][kernel]
-    return table[min(limit for limit in table if limit >= problem.head_dim)]
+    of_single = single or SINGLE[precision(problem)][wgmma]
+    table = of_single if problem.dtype == torch.float32 else HALF[wgmma][kernel]
+    listed = table[min(limit for limit in table if limit >= problem.head_dim)]
+    return tuple(BlockConfig(*each) for each in listed)
 
 
 def multiplies_from_registers(problem: Problem) -> bool:

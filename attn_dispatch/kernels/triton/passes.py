@@ -154,17 +154,9 @@ class TritonPasses:
             lists = self.lists(each, block)
             reach = lists.tables.reach
             branches, axes = (0, 0) if reach is None else reach.shape[1:3]
-            others = (
-                lists.tables,
-                *(x.stride() for x in strided),
-                heads,
-                lists.programs,
-                min(lists.together, problem.batch * heads),
-                problem.q_len,
-                problem.k_len,
-                *lists.bounds[0],
-                Terms.of(problem, self.given),
-            )
+            together = min(lists.together, problem.batch * heads)
+            sizes = heads, lists.programs, together, problem.q_len, problem.k_len, *lists.bounds[0]
+            others = (lists.tables, *(x.stride() for x in strided), *sizes, Terms.of(problem, self.given))
             meta = Meta.of(problem, block.rows, block.columns, strided, self.given.bias)
             meta = meta._replace(BLOCK_D=block_d, REST_D=rest_d, SINKS=len(lists.bounds) > 1)
             meta = meta._replace(TILE=lists.tile, BRANCHES=branches, AXES=axes, BY_ROW=lists.by_row)

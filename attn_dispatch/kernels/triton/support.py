@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module, metadata
@@ -23,7 +23,7 @@ from torch.torch_version import TorchVersion
 
 from attn_dispatch import process_state, settings
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
-from attn_dispatch.kernels.device_cache import refuse_compiling
+from attn_dispatch.kernels.device_cache import is_noted, refuse_compiling
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
 from attn_dispatch.kernels.triton.blocks import (
     HEAD_DIM_LIMIT,
@@ -51,6 +51,7 @@ LIMITS = Limits(
 #: Without bfloat16: the interpreter uses numpy, which lacks it.
 INTERPRETED = LIMITS._replace(device="cpu", dtypes=dict.fromkeys((torch.float16, torch.float32), ANY))
 OLDEST = "3.4"  #: version of Triton, the first whose kernels unpack tuples with None
+INTERPRETED_BLOCK = BlockConfig(64, 64, 4, 1)
 COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
@@ -97,6 +98,17 @@ def kernels_of(single: Blocks | None = None) -> tuple[TritonKernel, TritonKernel
     )
 
 
+def needed(kernels: tuple[TritonKernel, ...], problem: Problem) -> tuple[TritonKernel, ...]:
+    """Those of `kernels_of` that the problem needs."""
+    return kernels if problem.needs_grad else kernels[:1]
+
+
+def first_call_ms(name: str, problem: Problem, compiled_for: Hashable) -> float:
+    """Estimated compile time with an empty cache; 0 if this process has such kernels."""
+    ready = problem.device.type == "cpu" or is_noted(name, problem, compiled_for)
+    return 0.0 if ready else COMPILE_MS * (3 if problem.needs_grad else 1)
+
+
 def version() -> str:
     """Triton's version, and a digest of the kernels: decisions about other kernels do not hold for these."""
     found = f"{metadata.version('triton')} {_digest()}"
@@ -138,10 +150,9 @@ def refusals(problem: Problem, patterns: tuple[type[Pattern], ...]) -> list[Refu
 
 def fitting_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, ...]:
     """The blocks that fit into shared memory on CUDA, in order of preference; the smallest if none fits."""
-    if each.single is not None and problem.dtype == torch.float32:
-        listed = each.single[min(most for most in each.single if most >= problem.head_dim)]
-    else:
-        listed = blocks_for(each.kernel, problem)
+    if problem.device.type == "cpu":
+        return (INTERPRETED_BLOCK,)
+    listed = blocks_for(each.kernel, problem, each.single)
     if problem.bias:
         listed = tuple(replace(clipped(block, *BIASED), stages=2) for block in listed)
     limit = shared_limit(problem.device)
@@ -203,9 +214,12 @@ class Given(NamedTuple):
 NOTHING = Given()
 
 
-def given_bytes(problem: Problem) -> int:
-    """Upper bound of the bytes of copies in `Given`."""
-    return problem.batch * (problem.k_len * problem.has_key_mask + 8 * problem.heads * (problem.alibi_axes > 0))
+def bytes_beside_lists(problem: Problem) -> int:
+    """Upper bound of the bytes of copies in `Given`, and of lse; for gradients also of scaled lse, delta, and a
+    contiguous gradient of lse.
+    """
+    given = problem.k_len * problem.has_key_mask + 8 * problem.heads * (problem.alibi_axes > 0)
+    return problem.batch * (given + 4 * problem.heads * problem.q_len * (4 if problem.needs_grad else 1))
 
 
 class Terms(NamedTuple):

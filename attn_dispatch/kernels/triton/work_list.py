@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_dispatch.kernels.heads import Kind, heads_by_kind
-from attn_dispatch.kernels.progressions import RowGroups, most_row_groups, row_groups
+from attn_dispatch.kernels.progressions import RowGroups, most_row_groups, row_groups, tiled
 from attn_dispatch.kernels.triton.blocks import SMALLEST_SIDE, padded
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -115,22 +115,9 @@ def work_list_of(problem: Problem, side: Side, block: int, lengths: tuple[int, .
 
 def _work_list(problem: Problem, side: Side, block: int, lengths: tuple[int, ...]) -> WorkList:
     kinds, kind_of = _kinds(problem, side)
-    tiles: list[Tensor] = []
-    runs: list[Tensor] = []
-    first_tile = [0]
-    for kind in kinds:
-        groups = _row_groups(problem, side, kind, lengths)
-        tiles.append(groups.tiles(block, sum(len(each) for each in runs)))
-        runs.append(groups.runs)
-        first_tile.append(first_tile[-1] + len(tiles[-1]))
-    return WorkList(
-        torch.cat(tiles).to(torch.int32),
-        torch.cat(runs).to(torch.int32),
-        torch.tensor(first_tile, dtype=torch.int32),
-        torch.tensor(kind_of, dtype=torch.int32),
-        bounds(problem, side),
-        most_tiles=max(last - first for first, last in pairwise(first_tile)),
-    )
+    found = tiled((_row_groups(problem, side, kind, lengths) for kind in kinds), block)
+    tiles, runs, first_tile, kind = (x.int() for x in (*found, torch.tensor(kind_of)))
+    return WorkList(tiles, runs, first_tile, kind, bounds(problem, side), int(found[2].diff().max()))
 
 
 @lru_cache(maxsize=4096)

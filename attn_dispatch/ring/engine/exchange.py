@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attn_dispatch.errors import RankLost
+from attn_dispatch.machine.devices import current_device
 from attn_dispatch.ring.rows.traffic import Rows
 from attn_dispatch.spec.problem import Problem
 
@@ -81,11 +82,6 @@ class PendingExchange:
             except RuntimeError as error:
                 raise lost(error) from error
         self.works = []
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a CUDA device the current one, without which NCCL's calls may hang; nothing for other devices."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def lost(error: Exception) -> RankLost:

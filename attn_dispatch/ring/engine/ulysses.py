@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch.ring.engine.exchange import Transport, current_device, lost
+from attn_dispatch.machine.devices import current_device
+from attn_dispatch.ring.engine.exchange import Transport, lost
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.rows.traffic import tokens_of
 from attn_dispatch.spec.problem import Problem

@@ -175,7 +175,7 @@ def measure(item: Item, machine: Machine, setup: Setup) -> Row:
     blocks: dict[str, Any] = dict.fromkeys(KERNELS, item["block"]) | item.get("before", {})
     launched = {target, *item.get("before", ())}  # it, and when it is timed those whose results it reads
     watched = {name: Watched(_kernel(backend, name), name in launched) for name in KERNELS}
-    vars(backend).update({name.upper(): each for name, each in watched.items()})
+    vars(backend).update({name.upper(): each for name, each in watched.items()}, KERNELS=tuple(watched.values()))
     configs = {name: (backend.BlockConfig(*blocks[name]),) for name in KERNELS}
     backend.block_configs = lambda each, *_: configs[next(n for n, w in watched.items() if w is each)]
     if item["precision"] is not None:
