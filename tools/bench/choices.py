@@ -36,7 +36,7 @@ from tools.lib.tables import Table
 
 TAKES = "20 min"
 JUDGES, SECONDS = 2, 2.5  #: processes: times may differ by a tenth from one to the next; of rounds for a problem
-QUICK_SECONDS, QUICK_EVERY = 0.5, 9
+QUICK_SECONDS, QUICK_EVERY = 0.5, 7
 QUICK = f"one problem in {QUICK_EVERY}, judged in one process"
 NEAR = (1.05, 1.2)  #: ratios to the fastest within which choices are counted
 IDLE, LOADED = "idle", "loaded"

@@ -164,7 +164,7 @@ def timed(rows: Mapping[str, Row], calls: dict[str, Callable[[], object]], warm_
         calls, budget_s=None, min_rounds=rounds, max_rounds=rounds, hopeless=HOPELESS, margin=0.0, first_ms=warm_ms
     )
     for name, each in found.timings.items():
-        rows[name] |= {"time": timing(each), "disturbed": found.load.disturbed}
+        rows[name].update(time=timing(each), disturbed=found.load.disturbed)
         if name != ATTEND and ATTEND in found.timings:
             rows[name]["over_attend"] = ratio(each, found.timings[ATTEND])
     for name, error in found.failures.items():
