@@ -11,13 +11,11 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from attn_dispatch import Dilated
 from attn_dispatch.errors import InvalidInput
@@ -25,6 +23,7 @@ from attn_dispatch.nn import fkodom as ours
 from tests.support import calls
 from tests.support.calls import formula
 from tests.support.pairwise import crossed
+from tools.lib.peer_calls import xformers_by_sdpa
 
 SEGMENTS, RATES = (8, 16), (1, 2)
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj", "norm")
@@ -34,24 +33,13 @@ pytestmark = pytest.mark.usefixtures("no_trials")
 drawn = partial(calls.drawn, dtype=torch.float64)
 
 
-def heads_first(query: Tensor, key: Tensor, value: Tensor, op: object = None, attn_bias: object = None) -> Tensor:
-    """What memory_efficient_attention computes."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(1, 2)
-
-
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """A module of the library, with a stand-in for xformers.ops."""
     for name in ("dilated_attention_pytorch", "einops", "torchscale"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install --no-deps dilated-attention-pytorch torchscale einops")
-    package: Any = ModuleType("xformers")
-    package.ops = operators = ModuleType("xformers.ops")
-    operators.AttentionOp = object  # type: ignore[attr-defined]
-    operators.LowerTriangularMask = type("LowerTriangularMask", (), {})  # type: ignore[attr-defined]
-    operators.memory_efficient_attention = heads_first  # type: ignore[attr-defined]
-    for name, module in (("xformers", package), ("xformers.ops", operators)):
+    for name, module in xformers_by_sdpa().items():
         monkeypatch.setitem(sys.modules, name, module)
     return lambda name: importlib.import_module(f"dilated_attention_pytorch.{name}")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
+from tests.support import processes
 from tools.bench import peers
-from tools.lib import peer_calls, peer_cells
-from tools.lib.peer_calls import ATTEND, Asked, Cell
+from tools.lib import peer_calls
+from tools.lib.peer_calls import ATTEND, PEERS, Asked, Cell
 
 SMALL = {
     "dense causal": Asked(lambda tokens: Dense(is_causal=True), 2, (32, 64), (32,)),
@@ -23,15 +27,15 @@ BY_PYTORCH = {"dense causal": "SDPA", "window": "SDPA + mask", "LongNet": "SDPA 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_calls, "PROBLEMS", SMALL)
-    monkeypatch.setattr(peers, "PROBLEMS", SMALL)
-    monkeypatch.setattr(peer_cells, "PROFILED_S", 0.2)
-    monkeypatch.setattr(peer_cells, "ROUNDS_S", 0.01)
+    monkeypatch.setattr(peers, "PROFILED_S", 0.2)
+    monkeypatch.setattr(peers, "ROUNDS_S", 0.01)
 
 
-def asked(cell: Cell, **left_out: str) -> tuple[dict[str, Any], list[str]]:
+def asked(cell: Cell) -> tuple[dict[str, Any], list[str]]:
     names: list[str] = []
-    rows = peer_cells.rows_of(cell, [BY_PYTORCH[cell.name]], left_out, names.append)
-    return {row["peer"]: row for row in rows}, names
+    others = {peer.name for peer in PEERS} - {ATTEND, BY_PYTORCH[cell.name]}
+    rows = peers.rows_of(cell, dict.fromkeys(others, "not asked"), names.append)
+    return {row["peer"]: row for row in rows if row.get("reason") != "not asked"}, names
 
 
 def shown(found: dict[str, Any]) -> list[object]:
@@ -63,3 +67,24 @@ def test_a_wrong_result_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["SDPA + mask"]["error"] > 0.01
     assert "out is off by" in found["SDPA + mask"]["wrong"][0]
     assert "WRONG: out is off by" in str(shown(found))
+
+
+def end(cell: Cell, reasons: dict[str, str], send: Any) -> None:
+    """As a peer whose call ends the process, and one whose call does not end."""
+    for name in ("SDPA", "FlexAttention"):
+        if name not in reasons:
+            send(name)
+            os._exit(3) if name == "SDPA" else time.sleep(600)
+    send([{"reasons": reasons}])
+
+
+@pytest.mark.full
+def test_a_peer_that_ends_the_process_or_does_not_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "answer", end)
+    monkeypatch.setattr(peers, "get_context", lambda _: processes.context())
+    # When the process begins, and whenever its next message is awaited.
+    awaited = [0, 0, 0, 0, 0, peers.CELL_S, 0, 0]
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=iter(awaited).__next__))
+    (found,) = peers.measured(Cell("window", 32, "float32", False), {})
+    ended = {"SDPA": "the process ended with 3", "FlexAttention": "the process ended after 150 s"}
+    assert found == {"reasons": ended}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from argparse import Namespace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +60,14 @@ def test_a_part_does_not_replace_the_file_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    for folder, written in (("results", False), ("others", True)):
-        common.write(tmp_path / folder / "hilbert.json", {}, lambda _: [Table(("a",), [("seen",)])], whole=False)
+    given = Namespace(output=tmp_path / "results" / "hilbert.json")
+    for folder, part in product(("results", "others"), ({"whole": False}, {"quick": True})):
+        found = Namespace(output=tmp_path / folder / "hilbert.json", quick=part.get("quick", False))
+        common.write(found, {}, lambda _: [Table(("a",), [("seen",)])], whole=part.get("whole", True))
         assert "seen" in capsys.readouterr().out
-        assert (tmp_path / folder / "hilbert.json").exists() == written
-    common.write(tmp_path / "results" / "hilbert.json", {})
+        assert found.output.exists() == (folder == "others")
+        found.output.unlink(missing_ok=True)
+    common.write(given, {})
     assert [each.name for each in (tmp_path / "results").iterdir()] == ["hilbert.json"]
 
 

@@ -21,13 +21,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import Blocks, Dense, Ranges, attend
 from attn_dispatch.machine.memory import peak_bytes
-from attn_dispatch.tuning.intervals import Timing
-from tools.bench.longnet import trained
-from tools.lib.common import in_turns, parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, share_of, timing, write
+from tools.lib.peer_calls import heads_first, trained
 from tools.lib.tables import Table, direction, interval, megabytes, ms
 
 TAKES = "5 minutes"
-
 HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS, LONG = 4, 64, 4096, 2048, 16_384
 DENSITIES, DENSITY = (0.01, 0.1, 1.0), 0.1  #: of blocks of SIZE, and of the others
 SIZE, OTHERS = 64, (32, 128, 256)  #: queries and keys of a block
@@ -39,9 +37,7 @@ Call = Callable[[], Any]
 
 
 def drawn(tokens: int, dtype: torch.dtype, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, tokens, HEADS, HEAD_DIM)
-    q, k, v = (torch.randn(shape, generator=generator).to(dtype).requires_grad_(backward) for _ in range(3))
+    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).to(dtype).requires_grad_(backward) for _ in range(3))
     return q, k, v
 
 
@@ -61,20 +57,15 @@ def block_mask(table: Tensor, size: int) -> BlockMask:
     return BlockMask.from_kv_blocks(*none, number, order, BLOCK_SIZE=size, seq_lengths=(tokens, tokens))
 
 
-def of_heads_first(run: Callable[..., Tensor], qkv: tuple[Tensor, ...]) -> Tensor:
-    return run(*(x.transpose(1, 2) for x in qkv)).transpose(1, 2)
-
-
 def table_row(density: float, size: int, dtype: torch.dtype, backward: bool, tokens: int, flex: Any) -> dict[str, Any]:
     qkv, table = drawn(tokens, dtype, backward), table_of(tokens, size, density)
     by_native, pattern = partial(attend, *qkv, backend="native"), Blocks(table, size)
     mask = table.repeat_interleave(size, 2).repeat_interleave(size, 3)
     calls: dict[str, Call] = {"blocks": lambda: by_native(pattern), "dense": lambda: by_native(Dense())}
     if flex is not None:
-        calls["sdpa"] = lambda: of_heads_first(partial(scaled_dot_product_attention, attn_mask=mask), qkv)
+        calls["sdpa"] = partial(heads_first(partial(scaled_dot_product_attention, attn_mask=mask)), *qkv)
     if flex is not None and not backward:
-        blocks = block_mask(table, size)
-        calls["flex"] = lambda: of_heads_first(partial(flex, block_mask=blocks), qkv)
+        calls["flex"] = partial(heads_first(partial(flex, block_mask=block_mask(table, size))), *qkv)
     share = float(table.float().mean())
     return measured(calls, qkv, backward, share) | {"pattern": f"blocks of {size}", "size": size, "share": share}
 
@@ -94,7 +85,7 @@ def measured(calls: dict[str, Call], qkv: tuple[Tensor, ...], backward: bool, sh
     calls = {name: trained(call, qkv) for name, call in calls.items()} if backward else calls
     started = in_turns({"first": calls["blocks"]}, 1)["first"]  # the lists are made
     found = in_turns(calls, ROUNDS)
-    limit = Timing(tuple(share * each for each in found["dense"].samples_ms), 0.0)
+    limit = share_of(share, found["dense"])
     _, peak = peak_bytes(calls["blocks"], torch.device("cpu"))
     return {
         "dtype": str(qkv[0].dtype).removeprefix("torch."),
@@ -140,18 +131,17 @@ def tables(found: Any) -> Iterator[Table]:
 
 
 def main() -> None:
-    options = parser(__doc__, "blocks.json")
-    options.add_argument("--quick", action="store_true", help="few tokens and one size of blocks, to see that it works")
-    quick = options.parse_args().quick
-    tokens, others = (QUICK_TOKENS, ()) if quick else (TOKENS, OTHERS)
+    quick = "few tokens and one size of blocks, to see that it works"
+    given = parser(__doc__, "blocks.json", quick=quick).parse_args()
+    tokens, others = (QUICK_TOKENS, ()) if given.quick else (TOKENS, OTHERS)
     cells = [*((SIZE, each) for each in DENSITIES), *((each, DENSITY) for each in others)]
     compiled, rows = {size: torch.compile(flex_attention) for size, _ in cells}, list[dict[str, Any]]()
     for (size, density), dtype, backward in itertools.product(cells, DTYPES, (False, True)):
         rows.append(table_row(density, size, dtype, backward, tokens, compiled[size]))
-    for dtype, backward in itertools.product([] if quick else DTYPES, (False, True)):
+    for dtype, backward in itertools.product([] if given.quick else DTYPES, (False, True)):
         rows.append(table_row(DENSITY, SIZE, dtype, backward, LONG, None))
     rows += [spans_row(dtype, backward, tokens) for dtype, backward in itertools.product(DTYPES, (False, True))]
-    write(options.parse_args().output, {"rows": rows}, tables)
+    write(given, {"rows": rows}, tables)
 
 
 if __name__ == "__main__":

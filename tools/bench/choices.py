@@ -10,32 +10,191 @@ Run it on a machine that does nothing else.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from attn_dispatch import attend, explain
 from attn_dispatch.kernels.registry import LAST_RESORT
+from attn_dispatch.machine.load import cores, is_calm
 from attn_dispatch.spec.orders import NATURAL
-from tools.lib import choices
-from tools.lib.common import parser, write
-from tools.lib.models import planned
+from attn_dispatch.text import one_line
+from attn_dispatch.tuning.candidates import Candidate, Request, first_call_ms
+from attn_dispatch.tuning.example import Example
+from attn_dispatch.tuning.oracle import Oracle
+from attn_dispatch.tuning.rounds import ending_on_failure, time_in_rounds
+from tools.lib.common import alone, parser, timing, write
+from tools.lib.models import Planned, planned
 from tools.lib.tables import Table
 
 TAKES = "20 min"
 JUDGES, SECONDS = 2, 2.5  #: processes that time all problems; of rounds for a problem
 AGREE = 1.1  #: ratios of a choice to the fastest; where two judges' differ by more, a third one decides
-QUICK_SECONDS, QUICK_EVERY = 0.5, 9
+QUICK_SECONDS, QUICK_EVERY = 0.5, 7
+QUICK = f"one problem in {QUICK_EVERY}, judged in one process"
 NEAR = (1.05, 1.2)  #: ratios to the fastest within which choices are counted
 IDLE, LOADED = "idle", "loaded"
+HOPELESS = 3.0  #: ratio to the fastest by two samples, from which a candidate is not timed further
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 300  #: of `judgement`
+SEED = 1  #: of its tensors; trials draw others
+BUSY = "import os\nwhile os.getppid() == {parent}: sum(range(10_000))"
 
 Times = Mapping[str, float]  #: median milliseconds by candidate, BACKEND@ORDER
+
+
+# --- first calls ------------------------------------------------------------------------------------------------------
+
+
+def runs_of(family: str, which: Sequence[int], wait_s: float, loops: int) -> dict[str, list[dict[str, Any]]]:
+    """What first calls chose: idle; beside busy loops, if any; and in the next, idle process after that.
+
+    Waits up to `wait_s` seconds for other programs to leave the cores.
+    """
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        wait_until_calm(wait_s)
+        found[IDLE] = tuned(folder, family, which)
+    if not loops:
+        return found
+    with tempfile.TemporaryDirectory() as folder:
+        with busy_loops(loops):
+            found[LOADED] = tuned(folder, family, which)
+        wait_until_calm(wait_s)
+        found[f"{LOADED}, then {IDLE}"] = tuned(folder, family, which)
+    return found
+
+
+def tuned(folder: str, family: str, which: Sequence[int]) -> list[dict[str, Any]]:
+    """What the first calls of a new process with this cache folder chose."""
+    variables = {"ATTN_DISPATCH_CACHE_DIR": folder, "ATTN_DISPATCH_TRIAL_SECONDS": "inf"}
+    return alone(first_calls, family, which, **variables)
+
+
+@contextmanager
+def busy_loops(count: int) -> Iterator[None]:
+    """Keep this many other processes running, each on one core."""
+    command = [sys.executable, "-c", BUSY.format(parent=os.getpid())]
+    loops = [subprocess.Popen(command) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def wait_until_calm(most_s: float) -> None:
+    """Wait until other programs have left the cores for some seconds."""
+    end = time.monotonic() + most_s
+    while not is_calm() and time.monotonic() < end:
+        time.sleep(1.0)
+
+
+def first_calls(family: str, which: Sequence[int]) -> list[dict[str, Any]]:
+    """What the first calls of these problems chose in this process."""
+    every = planned()[family]
+    return [first_call(every[number]) for number in which]
+
+
+def first_call(one: Planned) -> dict[str, Any]:
+    example = one.example()
+    masks = dict[str, Any](example.masks)
+    given = example.q, example.k, example.v, example.problem.pattern.bound(masks.pop("pattern_data", None))
+    out: Any = attend(*given, **masks)
+    if one.backward:
+        out.sum().backward()
+    found = explain(*given, **masks)
+    choice = {"backend": found.choice, "order": found.order, "source": found.source}
+    return {**choice, "provisional": bool(found.provisional)}
+
+
+# --- judges -----------------------------------------------------------------------------------------------------------
+
+
+def judgements(
+    family: str, which: Sequence[int], names: Sequence[Collection[str]], seconds: float
+) -> list[dict[str, Any]]:
+    """`judgement` of each of these problems, with the names that are timed in any case."""
+    every = planned()[family]
+    return [judgement(every[number], each, seconds) for number, each in zip(which, names)]
+
+
+def judgement(one: Planned, names: Collection[str], seconds: float) -> dict[str, Any]:
+    """The times of all candidates (BACKEND@ORDER) that can run this problem, interleaved: none of them is retired,
+    but those that two samples show to be over `HOPELESS` times slower.
+
+    Args:
+        names: candidates that are timed in any case.
+        seconds: of rounds; more where that is short of `FEWEST_ROUNDS`.
+    """
+    example = one.example(SEED)
+    found = {f"{each.name}@{each.order}": each for each in Request.of(example.problem).candidates}
+    refused = {name: each.row.reason for name, each in found.items() if each.row is not None}
+    able = {name: each for name, each in found.items() if name not in refused}
+    left_out = sorted(name for name, each in able.items() if first_call_ms(each, example.problem) and name not in names)
+    first_ms, wrong = checked(example, {name: each for name, each in able.items() if name not in left_out})
+    calls = {name: example.call(*able[name].backend_and_order) for name in first_ms}
+    near_ms = sum(each for each in first_ms.values() if each <= HOPELESS * min(first_ms.values()))
+    turns = time_in_rounds(
+        calls,
+        budget_s=max(seconds, FEWEST_ROUNDS * near_ms / 1e3),
+        min_rounds=MOST_ROUNDS,
+        max_rounds=MOST_ROUNDS,
+        hopeless=HOPELESS,
+        first_ms=first_ms,
+    )
+    wrong |= {name: one_line(error) for name, error in turns.failures.items()}
+    times = {name: timing(each) for name, each in turns.timings.items()}
+    return {
+        "title": str(example.problem),
+        "times": times,
+        "disturbed": turns.load.disturbed,
+        "refused": refused,
+        "left_out": left_out,
+        "wrong": wrong,
+    }
+
+
+def checked(example: Example, able: Mapping[str, Candidate]) -> tuple[dict[str, float], dict[str, str]]:
+    """The first calls in milliseconds of candidates that agree with float64; what is wrong with the others."""
+    gate, first_ms = Oracle.of(example), dict[str, float]()
+    wrong, errors = dict[str, str](), dict[str, Exception]()
+    for name, each in able.items():
+        with ending_on_failure(name, errors):
+            start = time.perf_counter()
+            found = gate.run(*each.backend_and_order)
+            took_ms = (time.perf_counter() - start) * 1e3
+            if failures := gate.check(found).failures:
+                wrong[name] = "; ".join(failures)
+            else:
+                first_ms[name] = took_ms
+    return first_ms, wrong | {name: one_line(error) for name, error in errors.items()}
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def over_fastest(judges: Sequence[Times], name: str) -> float:
     """A candidate's time over that of the fastest in the same process: the median of all processes."""
     return statistics.median(each[name] / min(each.values()) for each in judges)
+
+
+def differ(judges: Sequence[Mapping[str, Any]], names: Collection[str]) -> bool:
+    """Whether judges' ratios of a choice to the fastest differ by more than `AGREE`."""
+    times = [medians(judge["times"]) for judge in judges]
+    ratios = [[over_fastest([each], name) for each in times if name in each] for name in names]
+    return any(each and max(each) > AGREE * min(each) for each in ratios)
+
+
+def medians(times: Mapping[str, Mapping[str, float]]) -> Times:
+    return {name: one["median_ms"] for name, one in times.items()}
 
 
 def summary(ratios: Sequence[float]) -> dict[str, Any]:
@@ -72,7 +231,7 @@ def figures(problems: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         RuntimeError: a chosen candidate could not be timed, or its result was wrong.
     """
     times: list[list[Times]]
-    times = [[_medians(judge) for judge in each["judges"]] for each in problems]
+    times = [[medians(judge) for judge in each["judges"]] for each in problems]
     found: dict[str, Any] = {"runs": {}, "backends": {}}
     for run in problems[0]["choices"]:
         ratios = []
@@ -97,30 +256,11 @@ def chosen(choice: Mapping[str, Any]) -> str:
     return f"{choice['backend']}@{choice['order']}"
 
 
-def runs_of(family: str, which: Sequence[int], wait_s: float, loops: int) -> dict[str, list[dict[str, Any]]]:
-    """What first calls chose: idle; beside busy loops, if any; and in the next, idle process after that.
-
-    Waits up to `wait_s` seconds for other programs to leave the cores.
-    """
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        choices.wait_until_calm(wait_s)
-        found[IDLE] = choices.tuned(folder, family, which)
-    if not loops:
-        return found
-    with tempfile.TemporaryDirectory() as folder:
-        with choices.busy_loops(loops):
-            found[LOADED] = choices.tuned(folder, family, which)
-        choices.wait_until_calm(wait_s)
-        found[f"{LOADED}, then {IDLE}"] = choices.tuned(folder, family, which)
-    return found
-
-
 def tables(found: Any) -> Iterator[Table]:
     problems, near = found["problems"], list(found["runs"][IDLE]["within"])
     within = tuple(f"within {each}" for each in near)
     idle, best = found["runs"][IDLE], found["single_best"]
-    alone = found["backends"][best]["with_last_resort"]
+    always = found["backends"][best]["with_last_resort"]
     worst = problems[max(range(len(idle["ratios"])), key=idle["ratios"].__getitem__)]
     rows: list[tuple[str, ...]] = []
     for name, one in found["runs"].items():
@@ -130,8 +270,8 @@ def tables(found: Any) -> Iterator[Table]:
         ("tuned", "geometric mean", "worst", *within, "provisional"),
         rows,
         f"First calls choose a backend within {float(near[0]) - 1:.0%} of the fastest for {_counts(idle)[0]} "
-        f"problems; always `{best}` is so for {_counts(alone)[0]}. The worst choice is {idle['worst']:.2f} times "
-        f"the fastest ({worst['model']}), that of always `{best}` {alone['worst']:.2f} times.\n\n{len(problems)} "
+        f"problems; always `{best}` is so for {_counts(always)[0]}. The worst choice is {idle['worst']:.2f} times "
+        f"the fastest ({worst['model']}), that of always `{best}` {always['worst']:.2f} times.\n\n{len(problems)} "
         f"problems with the shapes of published models, tuned by first calls: idle, beside {found['loops']} busy "
         "loops, and in a next, idle process after that. Then all candidates are checked against float64 and "
         "timed in processes that knew no choice. Ratios are to the fastest there. `flex`, compiled for seconds, "
@@ -156,7 +296,7 @@ def _counts(one: Any) -> list[str]:
 
 
 def main() -> None:
-    measure(parser(__doc__, "choices.json"), "models", SECONDS, tables, choices.cores())
+    measure(parser(__doc__, "choices.json", quick=QUICK), "models", SECONDS, tables, cores())
 
 
 def measure(
@@ -173,53 +313,33 @@ def measure(
         show: the tables of what was found.
         loops: busy loops beside which they are tuned too.
     """
-    options.add_argument("--quick", action="store_true", help=f"one problem in {QUICK_EVERY}, judged in one process")
     given, every = options.parse_args(), planned()[family]
     which = list(range(0, len(every), QUICK_EVERY if given.quick else 1))
     wait_s = 0.0 if given.quick else 60.0
     runs = runs_of(family, which, wait_s, loops)
-    names = {
-        number: {"@".join(found[index]["choice"]) for found in runs.values()} for index, number in enumerate(which)
-    }
+    names = [{chosen(each) for each in of_runs} for of_runs in zip(*runs.values())]
     judges = []
     for _ in range(1 if given.quick else JUDGES):
-        choices.wait_until_calm(wait_s)
-        judges.append(choices.judged(family, names, QUICK_SECONDS if given.quick else seconds))
-    unclear = {
-        number: each for number, each in names.items() if _differ([judge[str(number)] for judge in judges], each)
-    }
-    if unclear:
-        choices.wait_until_calm(wait_s)
-        judges.append(choices.judged(family, unclear, seconds))
+        wait_until_calm(wait_s)
+        judges.append(alone(judgements, family, which, names, QUICK_SECONDS if given.quick else seconds))
+    judged = [list(each) for each in zip(*judges)]
+    if unclear := [index for index, each in enumerate(judged) if differ(each, names[index])]:
+        wait_until_calm(wait_s)
+        again = [which[index] for index in unclear], [names[index] for index in unclear]
+        for index, one in zip(unclear, alone(judgements, family, *again, seconds)):
+            judged[index].append(one)
     problems = [
         {
             "model": every[number].of.model,
-            "title": judges[0][str(number)]["title"],
-            "choices": {run: _choice(found[index]) for run, found in runs.items()},
-            **{name: judges[0][str(number)][name] for name in ("refused", "left_out", "wrong")},
-            "disturbed": [judge[str(number)]["disturbed"] for judge in judges if str(number) in judge],
-            "judges": [judge[str(number)]["times"] for judge in judges if str(number) in judge],
+            "choices": {run: found[index] for run, found in runs.items()},
+            **{name: each[0][name] for name in ("title", "refused", "left_out", "wrong")},
+            "disturbed": [judge["disturbed"] for judge in each],
+            "judges": [judge["times"] for judge in each],
         }
-        for index, number in enumerate(which)
+        for index, (number, each) in enumerate(zip(which, judged))
     ]
     found = {"quick": given.quick, "loops": loops, **figures(problems), "problems": problems}
-    write(given.output, found, show)
-
-
-def _differ(judges: Sequence[Mapping[str, Any]], names: Collection[str]) -> bool:
-    """Whether two judges' ratios of a choice to the fastest differ by more than `AGREE`."""
-    times = [_medians(judge["times"]) for judge in judges]
-    ratios = [[over_fastest([each], name) for each in times if name in each] for name in names]
-    return any(each and max(each) > AGREE * min(each) for each in ratios)
-
-
-def _medians(times: Mapping[str, Mapping[str, float]]) -> Times:
-    return {name: one["median_ms"] for name, one in times.items()}
-
-
-def _choice(found: Mapping[str, Any]) -> dict[str, Any]:
-    backend, order = found["choice"]
-    return {"backend": backend, "order": order, "source": found["source"], "provisional": bool(found["provisional"])}
+    write(given, found, show)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tools.bench.choices import IDLE, measure, summary
+from tools.bench.choices import IDLE, QUICK, measure, summary
 from tools.lib.common import parser
 from tools.lib.models import DENSITIES, planned
 from tools.lib.tables import Table
@@ -33,7 +33,7 @@ def tables(found: Any) -> Iterator[Table]:
 
 
 def main() -> None:
-    measure(parser(__doc__, "choices_of_blocks.json"), "blocks", SECONDS, tables)
+    measure(parser(__doc__, "choices_of_blocks.json", quick=QUICK), "blocks", SECONDS, tables)
 
 
 if __name__ == "__main__":

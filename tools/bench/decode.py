@@ -20,8 +20,8 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.tuning.intervals import ONE_LOOK, Timing, fewest
-from tools.lib.common import in_turns, parser, ratio, timing, write
+from attn_dispatch.tuning.intervals import ONE_LOOK, fewest
+from tools.lib.common import in_turns, parser, ratio, share_of, timing, write
 from tools.lib.tables import Table, interval, ms
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -74,7 +74,7 @@ def measured(pattern: Pattern, batch: int, keys: int, new: int, dtype: torch.dty
     found = in_turns(calls(pattern, batch, keys, new, dtype), ROUNDS, MOST_ROUNDS, budget_s=CELL_S, margin=0.0)
     seen = keys if pattern == Dense(is_causal=True) else rows_seen(pattern, keys, new)
     share = seen / keys / (2 * SHARE)  # of the copy's time: it reads and writes
-    limit = Timing(tuple(each * share for each in found["copy"].samples_ms), 0.0)
+    limit = share_of(share, found["copy"])
     return {
         "pattern": str(pattern),
         "batch": batch,
@@ -109,22 +109,16 @@ def tables(found: Any) -> Iterator[Table]:
 
 
 def main() -> None:
-    options = parser(__doc__, "decode.json")
-    options.add_argument("--quick", action="store_true", help="up to 32,768 keys, a batch of one")
-    given = options.parse_args()
+    given = parser(__doc__, "decode.json", quick="up to 32,768 keys, a batch of one").parse_args()
     cells: list[tuple[Pattern, int, int, int, torch.dtype]]
     cells = [(Dense(is_causal=True), *each) for each in itertools.product(BATCHES, KEYS, NEW, DTYPES)]
     cells += [(pattern, 1, SPARSE_KEYS, 1, dtype) for pattern in SPARSE for dtype in DTYPES]
     if given.quick:
         cells = [cell for cell in cells if cell[1] == 1 and cell[2] <= SPARSE_KEYS]
-    rows, left_out = [], []
-    for cell in cells:
-        row = measured(*cell)
-        if row is None:
-            left_out.append([str(each) for each in cell])
-        else:
-            rows.append(row)
-    write(given.output, {"share": SHARE, "rows": rows, "left_out": left_out}, tables)
+    found = [(cell, measured(*cell)) for cell in cells]
+    left_out = [list(map(str, cell)) for cell, row in found if row is None]
+    rows = [row for _, row in found if row is not None]
+    write(given, {"share": SHARE, "rows": rows, "left_out": left_out}, tables)
 
 
 if __name__ == "__main__":

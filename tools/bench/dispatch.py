@@ -14,15 +14,14 @@ import tempfile
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attn_dispatch import Dense, Problem, attend, register
 from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import Refusal
 from attn_dispatch.spec.problem import Call
 from attn_dispatch.tuning.intervals import median_interval
 from tools.lib.common import parser, write
@@ -36,22 +35,14 @@ SDPA = "sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(
 SDPA_HEADS_FIRST = "sdpa(q, k, v)"
 
 
-class Nothing:
-    """A backend that does nothing, so that only attend() is timed."""
-
-    name = "nothing"
-
-    def version(self) -> str:
-        return "1"
-
-    def refusals(self, problem: Problem) -> list[Refusal]:
-        return []
-
-    def workspace_bytes(self, problem: Problem) -> int:
-        return 0
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Tensor:
-        return q
+#: A backend that does nothing, so that only attend() is timed.
+NOTHING = SimpleNamespace(
+    name="nothing",
+    version=lambda: "1",
+    refusals=lambda problem: [],
+    workspace_bytes=lambda problem: 0,
+    run=lambda q, k, v, problem, **tensors: q,
+)
 
 
 def overhead(
@@ -132,14 +123,10 @@ def python(code: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=surroundings).stdout
 
 
-def import_ms(statement: str, rounds: int) -> Callable[[], float]:
+def import_ms(statement: str, rounds: int) -> float:
     code = f"import torch, time; t = time.perf_counter(); {statement}; print((time.perf_counter() - t) * 1e3)"
-
-    def run() -> float:
-        python(code)
-        return statistics.median(float(python(code)) for _ in range(rounds))
-
-    return run
+    python(code)
+    return statistics.median(float(python(code)) for _ in range(rounds))
 
 
 def tables(found: Any) -> Iterator[Table]:
@@ -167,12 +154,10 @@ def tables(found: Any) -> Iterator[Table]:
 
 
 def main() -> None:
-    options = parser(__doc__, "dispatch.json")
-    options.add_argument("--quick", action="store_true", help="fewer processes")
-    arguments = options.parse_args()
-    processes = QUICK_PROCESSES if arguments.quick else PROCESSES
+    given = parser(__doc__, "dispatch.json", quick="fewer processes").parse_args()
+    processes = QUICK_PROCESSES if given.quick else PROCESSES
     os.environ["ATTN_DISPATCH_CACHE_DIR"] = tempfile.mkdtemp()
-    register(Nothing())
+    register(NOTHING)
     dense, heads_first = (f"attend(q, k, v, pattern, backend=name{more})" for more in ("", ", layout='bhnd'"))
     dilated = (
         "attend(q, k, v, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=is_causal,"
@@ -194,9 +179,9 @@ def main() -> None:
         "dense_nothing": overhead("nothing", dense, pattern=Dense()),
         "dilated_nothing": overhead("nothing", dilated, **branches),
         "warm_first_ms": warm_first(processes),
-        "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend", processes)(),
+        "import_attend_after_torch_ms": import_ms("from attn_dispatch import attend", processes),
     }
-    write(arguments.output, figures, tables)
+    write(given, figures, tables)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from attn_dispatch import attend
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 from attn_dispatch.spec.shapes import pair_count
-from attn_dispatch.tuning.intervals import Timing
-from tools.bench.longnet import trained
-from tools.lib.common import in_turns, parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, share_of, timing, write
+from tools.lib.peer_calls import heads_first, trained
 from tools.lib.tables import Table, direction, interval, ms
 
 HEADS, HEAD_DIM, TOKENS, QUICK_TOKENS = 8, 64, 16384, 2048
@@ -72,17 +71,13 @@ def calls(pattern: Pattern, lengths: list[int], dtype: torch.dtype, needs_grad: 
         """A call for each document of the packed tensors."""
         return torch.cat([run(*each) for each in zip(*(torch.split(x, lengths, 1) for x in packed))], 1)
 
-    def by_sdpa(*each: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in each)
-        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
     found: dict[str, Callable[[], Any]] = {
         "packed": lambda: attend(packed[0], packed[1], packed[2], pattern, cu_seqlens=next(rows), backend="native"),
         "each": lambda: of_each(partial(attend, pattern=pattern, backend="native")),
         "one": lambda: attend(single[0], single[1], single[2], pattern, backend="native"),
     }
     if pattern == Dense(is_causal=True):
-        found["sdpa"] = lambda: of_each(by_sdpa)
+        found["sdpa"] = lambda: of_each(heads_first(partial(scaled_dot_product_attention, is_causal=True)))
     if not needs_grad:
         return found
     return {name: trained(call, single if name == "one" else packed) for name, call in found.items()}
@@ -92,8 +87,7 @@ def measured(pattern: Pattern, longest: int, dtype: torch.dtype, needs_grad: boo
     """One row of the table."""
     lengths = lengths_of(tokens, longest)
     found = in_turns(calls(pattern, lengths, dtype, needs_grad), ROUNDS, MOST_ROUNDS, budget_s=CELL_S, margin=0.0)
-    times = in_longest(pattern, lengths)
-    limit = Timing(tuple(each * times for each in found["one"].samples_ms), 0.0)
+    limit = share_of(in_longest(pattern, lengths), found["one"])
     return {
         "pattern": str(pattern),
         "documents": len(lengths),
@@ -126,11 +120,10 @@ def tables(found: Any) -> Iterator[Table]:
 
 
 def main() -> None:
-    options = parser(__doc__, "documents.json")
-    options.add_argument("--quick", action="store_true", help="few tokens, to see that it works")
-    tokens = QUICK_TOKENS if (given := options.parse_args()).quick else TOKENS
+    given = parser(__doc__, "documents.json", quick="few tokens, to see that it works").parse_args()
+    tokens = QUICK_TOKENS if given.quick else TOKENS
     every = itertools.product(PATTERNS, LONGEST, DTYPES, (False, True))
-    write(given.output, {"rows": [measured(*each, tokens) for each in every]}, tables)
+    write(given, {"rows": [measured(*each, tokens) for each in every]}, tables)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ PATTERN = Dilated((2048, 4096, 8192), (1, 2, 4), is_causal=True)
 
 
 def main() -> None:
-    arguments = parser(__doc__, "explain.json").parse_args()
+    given = parser(__doc__, "explain.json").parse_args()
     problem = problem_of((1, 8192, 8, 64), PATTERN, torch.float32, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ATTN_DISPATCH_CACHE_DIR"] = folder
         (explanation,) = profile([problem], progress=False)
     lines = str(explanation).splitlines()
     print(*lines, sep="\n")
-    write(arguments.output, {"lines": lines})
+    write(given, {"lines": lines})
 
 
 if __name__ == "__main__":

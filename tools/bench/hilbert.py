@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from attn_dispatch import Neighborhood, Problem
+from attn_dispatch import Dense, Neighborhood, Problem
 from attn_dispatch.kernels import registry
 from attn_dispatch.spec.orders import HILBERT, NATURAL
 from attn_dispatch.spec.pattern import Pattern
-from attn_dispatch.tuning.intervals import Timing
-from tools.bench.longnet import trained
+from attn_dispatch.spec.shapes import pair_count, problem_of
+from attn_dispatch.tuning.example import make
 from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, direction, ms
 
@@ -31,38 +29,14 @@ DENSE_TOKENS = 2048
 HOPELESS = 6.0  #: times the fastest: beyond it, a candidate is timed only once after warm-up
 RIVALS_UP_TO = 16_384  #: tokens; past it a mask of every pair would not fit, and compiling takes as long as all else
 SIDES = (32, 64, 128, 256)
-
-Calls = dict[str, Callable[[], Any]]
-
-
-def calls_of(pattern: Pattern, tokens: int, needs_grad: bool, names: dict[str, tuple[str, ...]]) -> Calls:
-    """A call for each backend and order."""
-    q, k, v = (torch.randn(1, tokens, HEADS, HEAD_DIM).requires_grad_(needs_grad) for _ in range(3))
-    problem = Problem.of(q, k, v, pattern)
-    found: Calls = {}
-    for name, orders in names.items():
-        backend: Any = registry.load(name)
-        if backend.refusals(problem):
-            continue
-        for order in orders:
-            chosen = {} if order == NATURAL else {"order": order}
-            call = partial(out_of, backend, q, k, v, problem, **chosen)
-            found[f"{name} {order}"] = trained(call, (q, k, v)) if needs_grad else call
-    d, e, f = (torch.randn(1, HEADS, DENSE_TOKENS, HEAD_DIM).requires_grad_(needs_grad) for _ in range(3))
-    dense = partial(scaled_dot_product_attention, d, e, f)
-    found["dense"] = trained(dense, (d, e, f)) if needs_grad else dense
-    return found
-
-
-def out_of(backend: Any, *inputs: Any, **options: Any) -> Tensor:
-    result = backend.run(*inputs, **options)
-    out: Tensor = result if isinstance(result, Tensor) else result[0]
-    return out
-
-
 BOTH = (NATURAL, HILBERT)
 OURS = {"tiles": BOTH, "native": BOTH}
 RIVALS = {"flex": BOTH, "sdpa_mask": (NATURAL,)}
+
+
+def problem(pattern: Pattern, tokens: int, needs_grad: bool) -> Problem:
+    shape = (1, tokens, HEADS, HEAD_DIM)
+    return problem_of(shape, pattern, torch.float32, torch.device("cpu"), backward=needs_grad)
 
 
 def neighbourhood(
@@ -74,12 +48,17 @@ def neighbourhood(
 ) -> dict[str, Any]:
     pattern, tokens = Neighborhood(grid, (window,)), math.prod(grid)
     names = {**OURS, **(rivals if tokens <= RIVALS_UP_TO else {})}
-    found = turns(calls_of(pattern, tokens, needs_grad, names), rounds)
-    for name in (*OURS, *RIVALS):
-        registry.load(name).release()
+    example, dense = make(problem(pattern, tokens, needs_grad)), problem(Dense(), DENSE_TOKENS, needs_grad)
+    calls = {"dense": make(replace(dense, strides=("bhnd",) * 3)).call(registry.load("sdpa"))}
+    for backend in map(registry.load, names):
+        if not backend.refusals(example.problem):
+            calls |= {f"{backend.name} {order}": example.call(backend, order) for order in names[backend.name]}
+    # Without rivals only the dense call, a short one, would be timed more than once.
+    hopeless = HOPELESS if any(name.split()[0] in RIVALS for name in calls) else None
+    found = in_turns(calls, rounds, hopeless=hopeless, incumbents=[name for name in calls if name.split()[0] in OURS])
     work = (14 if needs_grad else 4) * HEADS * HEAD_DIM
     dense_rate = work * DENSE_TOKENS**2 / found["dense"].median_ms
-    needed = work * pairs(pattern)
+    needed = work * pair_count(pattern, tokens, tokens, 1)
     return {
         "pattern": str(pattern),
         "tokens": tokens,
@@ -93,19 +72,6 @@ def neighbourhood(
             if f"{name} {HILBERT}" in found
         },
     }
-
-
-def pairs(pattern: Neighborhood) -> int:
-    """Of queries and keys that see each other: a product, since axes are independent."""
-    axes = ((axis, torch.arange(size)) for axis, size in zip(pattern.axes, pattern.grid))
-    return math.prod(int(axis.sees(places[:, None], places).sum()) for axis, places in axes)
-
-
-def turns(calls: Calls, rounds: int) -> dict[str, Timing]:
-    ours = [name for name in calls if name.split()[0] in OURS]
-    # Without rivals only the dense call, a short one, would be timed more than once.
-    hopeless = HOPELESS if any(name.split()[0] in RIVALS for name in calls) else None
-    return in_turns(calls, rounds, hopeless=hopeless, incumbents=ours)
 
 
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -150,20 +116,16 @@ def both(times: Any, name: str, gain: Any) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__, "hilbert.json")
-    arguments.add_argument("parts", nargs="*", default=list(PARTS), metavar="part", help=", ".join(PARTS))
-    arguments.add_argument("--quick", action="store_true", help="small planes and a volume, forward, no rivals")
-    options = arguments.parse_args()
-    unknown = set(options.parts) - set(PARTS)
-    if unknown:
-        arguments.error(f"part must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    torch.manual_seed(0)
-    if options.quick:
-        options.parts = list(QUICK_PARTS)
-    parts = {**PARTS, **(QUICK_PARTS if options.quick else {})}
-    found = {part: parts[part]() for part in options.parts}
-    whole = options.quick or set(found) == set(PARTS)
-    write(options.output, {"heads": HEADS, "head_dim": HEAD_DIM, **found}, tables, whole=whole)
+    quick = "small planes and a volume, forward, no rivals"
+    options = parser(__doc__, "hilbert.json", quick=quick)
+    options.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    given = options.parse_args()
+    if unknown := set(given.parts) - set(PARTS):
+        options.error(f"PART must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    parts = QUICK_PARTS if given.quick else {name: PARTS[name] for name in given.parts}
+    found = {name: part() for name, part in parts.items()}
+    figures = {"heads": HEADS, "head_dim": HEAD_DIM, **found}
+    write(given, figures, tables, whole=len(found) == len(PARTS))
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def main() -> None:
         one["python_calls"] = python_calls(calls[name])
         if name.startswith("sdpa"):
             one["target_us"] = found[f"F.{name}"]["us"] + OVER_SDPA_US
-    write(given.output, {"calls": found}, tables)
+    write(given, {"calls": found}, tables)
 
 
 if __name__ == "__main__":

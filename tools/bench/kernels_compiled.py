@@ -1,6 +1,6 @@
 """What Triton's kernels are compiled to for GPUs that are not there, as the compiler itself reports. Nothing is timed.
 
-    python -m tools.bench.kernels_compiled [--capabilities 80 90]
+    python -m tools.bench.kernels_compiled
 
 For each capability, dtype and head_dim the preferred blocks of `triton`: registers and bytes of stack of a thread,
 which are what it spills, and shared memory. Each launch is made as on a device, but for the last step: what a kernel is
@@ -50,7 +50,6 @@ SUMS, SUM_CAPABILITIES = (80, 96, 160, 192), (80, 90, 120)  #: sums of two power
 
 #: Bytes of shared memory for a block, by capability. Source: CUDA C++ Programming Guide, technical specifications.
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-CAPABILITIES = tuple(SHARED_LIMIT)
 Item = dict[str, Any]
 TENSOR_MEMORY = 512  #: columns of 10.0
 
@@ -78,27 +77,14 @@ class _Unlaunched(InPlace):
             self.made = self.kernel.load().warmup(*arguments, grid=grid, **constants)
 
 
-class _Driver:
-    """Triton's view of a GPU, as far as its compiler asks."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> Any:
-        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return self.capability  # Triton keeps a table of kernels for each
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 @contextmanager
 def gpu(capability: int) -> Iterator[None]:
     """Inside, this process's GPU has a compute capability, such as 90 for 9.0; to Triton's compiler also afterwards."""
     active: Any = importlib.import_module("triton.runtime.driver").driver
-    active.set_active(_Driver(capability))
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    view = {"get_current_target": lambda: target, "get_current_stream": lambda device: 0}
+    # Triton keeps a table of kernels for each device.
+    active.set_active(SimpleNamespace(**view, get_current_device=lambda: capability))
     properties = SimpleNamespace(
         shared_memory_per_block_optin=SHARED_LIMIT[capability], L2_cache_size=40 << 20, multi_processor_count=108
     )
@@ -215,14 +201,12 @@ def _cell(row: Item) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, "kernels_compiled.json")
-    options.add_argument("--capabilities", nargs="+", type=int, default=list(CAPABILITIES), choices=CAPABILITIES)
-    given = options.parse_args()
+    given = parser(__doc__, "kernels_compiled.json").parse_args()
     with multiprocessing.get_context("spawn").Pool() as pool:
-        rows = pool.map(row_of, items(given.capabilities), chunksize=1)
+        rows = pool.map(row_of, items(tuple(SHARED_LIMIT)), chunksize=1)
     known = json.loads(given.output.read_text())["versions"] if given.output.exists() else {}
     versions = {**known, metadata.version("triton"): {"kernels": support.version(), "rows": rows}}
-    write(given.output, {"versions": versions}, tables)
+    write(given, {"versions": versions}, tables)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,14 @@ import itertools
 import math
 import subprocess
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from attn_dispatch.backends import sdpa
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.variants import FLAGS, LINK_FLAGS, SOURCE
@@ -31,13 +29,12 @@ from attn_dispatch.machine.compiler import compiler
 from attn_dispatch.spec.orders import HILBERT
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.shapes import pair_count
 from attn_dispatch.tuning.intervals import Timing
-from tools.bench.hilbert import pairs
 from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table
 
 TAKES = "5 minutes"
-
 HEAD_DIM = 64
 SEGMENT, STEPS = 2048, (1, 2, 4, 8, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,13 +74,8 @@ class Limits:
         self.names = ["multiply_add"] + ["dot_product"] * (self._library.dot_product_terms() > 0)
         self._steps = dict.fromkeys(self.names, 2**16)
         for name in self.names:
-            while self._first_ms(name) < PEAK_MS:
+            while timeit.timeit(self.call(name, 1), number=1) * 1e3 < PEAK_MS:
                 self._steps[name] *= 2
-
-    def _first_ms(self, name: str) -> float:
-        call, start = self.call(name, 1), time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
 
     def call(self, name: str, threads: int) -> Call:
         return partial(getattr(self._library, name), ctypes.c_int64(threads), ctypes.c_int64(self._steps[name]))
@@ -99,20 +91,10 @@ class Limits:
 
     def measured(self, threads: int, rounds: int) -> dict[str, Any]:
         calls: dict[str, Call] = {name: self.call(name, threads) for name in self.names}
-        with torch_threads(threads):
-            found = in_turns({**calls, "read": torch.ones(READ_BYTES // 4).sum}, rounds)
+        torch.set_num_threads(threads)
+        found = in_turns({**calls, "read": torch.ones(READ_BYTES // 4).sum}, rounds)
         rates = {f"{name}_gflops": self.operations(name, threads) / found[name].median_ms / 1e6 for name in self.names}
         return {"threads": threads, **rates, "read_gb_per_s": READ_BYTES / found["read"].median_ms / 1e6}
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def call_of(row: Row, dtype: torch.dtype, backward: bool) -> Call:
@@ -129,11 +111,7 @@ def call_of(row: Row, dtype: torch.dtype, backward: bool) -> Call:
 
 def operations(row: Row, backward: bool) -> int:
     """Of the pairs of queries and keys that see each other."""
-    if isinstance(row.pattern, Neighborhood):
-        seen = row.heads * pairs(row.pattern)
-    else:
-        q = torch.empty(1, row.tokens, row.heads, HEAD_DIM, device="meta")
-        seen = sdpa.flops(Problem.of(q, q, q, row.pattern, device="cpu")) // (FORWARD * HEAD_DIM)
+    seen = pair_count(row.pattern, row.tokens, row.tokens, row.heads)
     return seen * HEAD_DIM * (BACKWARD if backward else FORWARD)
 
 
@@ -149,7 +127,8 @@ def measured(
 ) -> dict[str, Any]:
     """One row in one dtype, direction and number of threads, in turns with its limit."""
     threads, name = machine["threads"], limits.name_of(dtype)
-    with torch_threads(threads), torch.set_grad_enabled(backward):
+    torch.set_num_threads(threads)
+    with torch.set_grad_enabled(backward):
         found = in_turns({"native": call_of(row, dtype, backward), "limit": limits.call(name, threads)}, rounds)
     work, moved = operations(row, backward), least_bytes(row, dtype, backward)
     share, read_ms = work / limits.operations(name, threads), moved / machine["read_gb_per_s"] / 1e6
@@ -198,12 +177,10 @@ def tables(found: Any) -> Iterator[Table]:
 
 
 def main() -> None:
-    options = parser(__doc__, "native.json")
-    options.add_argument("--quick", action="store_true", help="fewer tokens, one grid, 3 rounds; less than a minute")
-    options.add_argument("--threads", nargs="+", type=int, help="by default 1 and all that torch uses")
-    given = options.parse_args()
+    quick = "fewer tokens, one grid, 3 rounds; less than a minute"
+    given = parser(__doc__, "native.json", quick=quick).parse_args()
     rounds = QUICK_ROUNDS if given.quick else ROUNDS
-    counts = given.threads or sorted({1, torch.get_num_threads()})
+    counts = sorted({1, torch.get_num_threads()})
     with tempfile.TemporaryDirectory() as folder:
         limits = Limits(Path(folder))
         machines = [limits.measured(threads, rounds) for threads in counts]
@@ -211,7 +188,7 @@ def main() -> None:
             measured(row, dtype, backward, machine, limits, rounds)
             for row, dtype, backward, machine in itertools.product(rows(given.quick), DTYPES, (False, True), machines)
         ]
-    write(given.output, {"head_dim": HEAD_DIM, "quick": given.quick, "machine": machines, "rows": found}, tables)
+    write(given, {"head_dim": HEAD_DIM, "quick": given.quick, "machine": machines, "rows": found}, tables)
 
 
 if __name__ == "__main__":

@@ -2,136 +2,173 @@
 what each refuses.
 
     python -m tools.bench peers
-    python -m tools.bench peers --only neighborhood NATTEN    rows whose titles contain all of these
 
 Install the libraries without their dependencies, which would bring another torch:
 
     pip install --no-deps einops==0.8.2 hyper-connections local-attention==1.11.2 natten==0.21.7
     pip install --no-deps dilated-attention-pytorch==0.2.0 git+https://github.com/microsoft/torchscale
 
-Each cell (a problem, length, dtype and pass) is a new process. A call that is predicted to
-take more than LIMIT_S, from the same peer's time at the next shorter length, is left out, and so is one for which
-memory does not suffice; the rows say so.
+Each cell (a problem, length, dtype and pass) is a new process.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import re
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
+import torch
+
+from attn_dispatch import explain, profile
+from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.machine.environment import installed
 from attn_dispatch.machine.load import is_calm
-from attn_dispatch.text import gib, milliseconds
-from tools.lib.common import RESULTS, parser, write
-from tools.lib.peer_calls import HEAD_DIM, PEERS, PROBLEMS, Cell, Peer, peers_of
-from tools.lib.peer_cells import HOPELESS
+from attn_dispatch.machine.memory import peak_bytes
+from attn_dispatch.text import gib, milliseconds, one_line, titled
+from attn_dispatch.tuning.example import Example, make
+from attn_dispatch.tuning.oracle import Oracle
+from attn_dispatch.tuning.rounds import time_in_rounds
+from tools.lib.common import parser, ratio, timing, write
+from tools.lib.peer_calls import ATTEND, HEAD_DIM, PEERS, PROBLEMS, Cell, Peer, as_backend, peers_of
 from tools.lib.tables import Table, direction, interval
 
 TAKES = "15 minutes"
-LIMIT_S = 4.0  #: predicted seconds of a call, beyond which it is left out
 CELL_S = 150.0  #: seconds after which a cell's process is ended, and the peer that it was asking left out
-ROOT = RESULTS.parents[1]
+PROFILED_S = 4.0  #: attend()'s measurement of a cell
+ROUNDS_S, FEWEST, MOST = 4.0, 3, 15  #: seconds that rounds may fill, and their number
+HOPELESS = 8.0  #: times the fastest: beyond it, a peer is timed only once after warm-up
 DTYPES = ("float32", "bfloat16")
+MISSING = "not installed"
 Row = dict[str, Any]
-Times = dict[tuple[str, str, bool, str], tuple[Cell, float]]  #: of the longest cell so far, in milliseconds
 
 
 def cells() -> Iterator[Cell]:
-    """By problem, dtype and pass, with growing numbers of tokens."""
-    for name, asked in PROBLEMS.items():
-        for dtype in DTYPES:
-            for backward in (False, True):
-                every = asked.trained if backward else asked.tokens
-                yield from (Cell(name, tokens, dtype, backward) for tokens in every)
+    for (name, asked), dtype, backward in product(PROBLEMS.items(), DTYPES, (False, True)):
+        for tokens in asked.trained if backward else asked.tokens:
+            yield Cell(name, tokens, dtype, backward)
 
 
-def wanted(cell: Cell, words: Sequence[str]) -> list[str]:
-    """The peers of a cell whose titles contain all of these words."""
-    titles = {peer.name: cell.title(peer.name) for peer in peers_of(cell.name)}
-    plain = [re.sub(r"(?<=\d),(?=\d{3})", "", word) for word in words]  # 1,024 is what the pages print
-    return [name for name, title in titles.items() if all(word in title for word in plain)]
-
-
-def left_out(cell: Cell, missing: Mapping[str, str], times: Times) -> dict[str, str]:
+def left_out(cell: Cell, versions: Mapping[str, str]) -> dict[str, str]:
     """Why peers are not asked, by name."""
-    found = {}
-    for peer in peers_of(cell.name):
-        reason = missing.get(peer.name) or uncompiled(peer, cell) or too_slow(peer, cell, times)
-        if reason:
-            found[peer.name] = reason
-    return found
+    small = [peer for peer in PEERS if cell.tokens > peer.most_tokens]
+    found = {peer.name: f"asked at up to {peer.most_tokens:,} tokens" for peer in small}
+    return found | {name: version for name, version in versions.items() if version == MISSING}
 
 
-def uncompiled(peer: Peer, cell: Cell) -> str:
-    if peer.only_tokens is None or cell.tokens in peer.only_tokens:
-        return ""
-    lengths = " and ".join(f"{each:,}" for each in peer.only_tokens)
-    return f"compiles for each length anew: asked at {lengths} tokens only, where the first call shows what that takes"
-
-
-def too_slow(peer: Peer, cell: Cell, times: Times) -> str:
-    known = times.get((cell.name, cell.dtype, cell.backward, peer.name))
-    if known is None:
-        return ""
-    shorter, ms = known
-    predicted = ms * peer.work(cell) / peer.work(shorter)
-    times[cell.name, cell.dtype, cell.backward, peer.name] = cell, predicted
-    if predicted <= LIMIT_S * 1e3:
-        return ""
-    return f"predicted {milliseconds(predicted)}, from {shorter.tokens:,} tokens by its pairs; over {LIMIT_S:g} s"
-
-
-def measured(cell: Cell, names: Sequence[str], reasons: Mapping[str, str], folder: Path) -> list[Row]:
+def measured(cell: Cell, reasons: Mapping[str, str]) -> list[Row]:
     """The rows of a cell. A peer whose call ends the process, or does not end, gets that as its reason; the others are
     then asked again.
     """
-    reasons = dict(reasons)
-    file = folder / "rows.json"
-    while True:
-        file.write_text("{}")
-        given = json.dumps({"cell": cell, "peers": names, "left_out": reasons})
-        ended = run([sys.executable, "-m", "tools.lib.peer_cells", given, str(file)], folder)
-        found = json.loads(file.read_text())
-        if "rows" in found:
-            rows: list[Row] = found["rows"]
-            return rows
-        if "asked" not in found or found["asked"] in reasons:
-            raise RuntimeError(f"{cell}: {ended}")
-        reasons[found["asked"]] = ended
-
-
-def run(command: list[str], folder: Path) -> str:
-    """Run a cell's process with the decisions in `folder`; how it ended, if that was an error."""
-    surroundings = {**os.environ, "ATTN_DISPATCH_CACHE_DIR": str(folder / "decisions"), "ATTN_DISPATCH_MODE": "tune"}
+    here, there = get_context("spawn").Pipe(duplex=False)
+    process = get_context("spawn").Process(target=answer, args=(cell, reasons, there.send))
+    process.start()
+    there.close()
+    asked, ended, end = "", f"after {CELL_S:g} s", time.monotonic() + CELL_S
     try:
-        done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, timeout=CELL_S)
-    except subprocess.TimeoutExpired:
-        return f"the process was ended after {CELL_S:g} s"
-    return f"the process ended with {done.returncode}: {done.stderr[-300:]}" if done.returncode else ""
+        while here.poll(max(0.0, end - time.monotonic())):
+            found: str | list[Row] = here.recv()
+            if isinstance(found, list):
+                return found
+            asked = found
+    except EOFError:
+        process.join()
+        ended = f"with {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+    if not asked:
+        raise RuntimeError(f"{cell}: the process ended {ended}")
+    return measured(cell, {**reasons, asked: f"the process ended {ended}"})
 
 
-def all_rows(only: Sequence[str], missing: Mapping[str, str]) -> list[Row]:
-    rows: list[Row] = []
-    times: Times = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for cell in cells():
-            names = wanted(cell, only)
-            if not names:
-                continue
-            for row in measured(cell, names, left_out(cell, missing, times), Path(folder)):
-                rows.append(row)
-                if "time" in row:
-                    key = cell.name, cell.dtype, cell.backward, row["peer"]
-                    times[key] = cell, row["time"]["median_ms"]
-    return rows
+def answer(cell: Cell, reasons: Mapping[str, str], send: Callable[[str | list[Row]], object]) -> None:
+    """In a cell's process: send each peer's name before its first call, and the rows at last."""
+    warnings.simplefilter("ignore")  # of compilers and deprecations: they say nothing about results
+    send(rows_of(cell, reasons, send))
+
+
+def rows_of(cell: Cell, reasons: Mapping[str, str], say: Callable[[str], object]) -> list[Row]:
+    """A row for each peer that computes the problem: times, errors and memory, or the reason why there are none.
+
+    Args:
+        reasons: of those that are not asked, by name.
+        say: called with a peer's name before its first call.
+    """
+    problem = cell.problem()
+    example = make(problem)
+    gate = Oracle.of(example)
+    rows: dict[str, Row] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    warm_ms: dict[str, float] = {}
+    for peer in peers_of(cell.name):
+        row: Row = {**cell._asdict(), "pattern": str(problem.pattern), "heads": problem.heads, "peer": peer.name}
+        rows[peer.name] = row = row | {"about": peer.about, "differs": peer.differs(problem)}
+        if peer.name in reasons:
+            row["reason"] = reasons[peer.name]
+            continue
+        say(peer.name)
+        try:
+            if peer.name == ATTEND:
+                row |= measured_choice(example)
+            backend = as_backend(peer.name, peer.make(problem))
+            row |= checked(peer, backend, gate)
+            call = example.call(backend)
+            start = time.perf_counter()
+            row["peak_bytes"] = peak_bytes(call, problem.device)[1]
+            warm_ms[peer.name] = (time.perf_counter() - start) * 1e3
+            calls[peer.name] = call
+        except Exception as error:  # noqa: BLE001 - a peer may refuse in any way; the row says how
+            row["reason"] = one_line(error)
+    timed(rows, calls, warm_ms)
+    return list(rows.values())
+
+
+def measured_choice(example: Example) -> Row:
+    """What attend() chose after a measurement."""
+    profile([example.problem], budget_s=PROFILED_S, progress=False)
+    found = explain(example.q, example.k, example.v, example.problem.pattern)
+    choice = titled(str(found.choice), str(found.order))
+    return {"choice": choice, "source": found.source, "provisional": found.provisional}
+
+
+def checked(peer: Peer, backend: Backend, gate: Oracle) -> Row:
+    """The first call in milliseconds, and its largest error: absolute against the formula in float64, or relative to
+    the largest value against the peer's own result in float64, where it computes another function.
+    """
+    example, start = gate.example, time.perf_counter()
+    found = gate.run(backend)
+    row: Row = {"first_ms": (time.perf_counter() - start) * 1e3}
+    if not peer.differs(example.problem):
+        verdict, tolerance = gate.check(found), gate.expected["out"].tolerance
+        return row | {"error": verdict.error, "tolerance": tolerance, "wrong": list(verdict.failures)}
+    with torch.no_grad():
+        exact: Any = backend.run(example.q.double(), example.k.double(), example.v.double(), example.problem)
+    error = float((found["out"].double() - exact).abs().max() / exact.abs().max())
+    return row | {"error": error, "tolerance": None, "wrong": []}
+
+
+def timed(rows: Mapping[str, Row], calls: dict[str, Callable[[], object]], warm_ms: Mapping[str, float]) -> None:
+    """Time the calls in interleaved rounds, and add to each row its times and their ratio to attend()'s."""
+    if not calls:
+        return
+    fastest = min(warm_ms.values())
+    round_s = sum(each for each in warm_ms.values() if each <= HOPELESS * fastest) / 1e3
+    rounds = max(FEWEST, min(MOST, int(ROUNDS_S / round_s)))
+    found = time_in_rounds(
+        calls, budget_s=None, min_rounds=rounds, max_rounds=rounds, hopeless=HOPELESS, margin=0.0, first_ms=warm_ms
+    )
+    for name, each in found.timings.items():
+        rows[name].update(time=timing(each), disturbed=found.load.disturbed)
+        if name != ATTEND and ATTEND in found.timings:
+            rows[name]["over_attend"] = ratio(each, found.timings[ATTEND])
+    for name, error in found.failures.items():
+        rows[name]["reason"] = one_line(error)
 
 
 def tables(found: Any) -> Iterator[Table]:
@@ -170,18 +207,14 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def main() -> None:
-    options = parser(__doc__, "peers.json")
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
-    about = "rows whose titles contain all of these; 'forward:' is without backward"
-    options.add_argument("--only", nargs="+", default=[], metavar="WORD", help=about)
-    given = options.parse_args()
-    calm, versions = is_calm(), {peer.name: installed(peer.distribution) or "not installed" for peer in PEERS}
-    rows = all_rows(given.only, {name: each for name, each in versions.items() if each == "not installed"})
-    if not rows:
-        example = Cell("dense causal", 1024, "float32", backward=False).title("F.sdpa")
-        raise SystemExit(f"no row's title contains all of {', '.join(map(repr, given.only))}; one is {example!r}")
-    figures = {"head_dim": HEAD_DIM, "limit_s": LIMIT_S, "calm_before": calm, "versions": versions, "rows": rows}
-    write(given.output, figures, tables, whole=not given.only)
+    given = parser(__doc__, "peers.json").parse_args()
+    calm, versions = is_calm(), {peer.name: installed(peer.distribution) or MISSING for peer in PEERS}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, ATTN_DISPATCH_CACHE_DIR=folder, ATTN_DISPATCH_MODE="tune"),
+    ):
+        rows = [row for cell in cells() for row in measured(cell, left_out(cell, versions))]
+    write(given, {"head_dim": HEAD_DIM, "calm_before": calm, "versions": versions, "rows": rows}, tables)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
-"""A sequence over many ranks, processes of this machine connected by gloo: memory, time, and how even their work is.
+"""A sequence over many ranks, processes of this machine connected by gloo: memory and time.
 
-    python -m tools.bench.ring [memory speed exchanges balance] [--rounds N] [--shrink N]
-
---shrink: sequences so many times shorter, for a quick look, which is not written over the results.
+python -m tools.bench.ring [memory speed exchanges] [--quick]
 """
 
 from __future__ import annotations
@@ -12,25 +10,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch import Blocks, Ranges, Sharded, attend, explain
-from attn_dispatch.ring.rows.data import Held
-from attn_dispatch.ring.rows.layout import KINDS, ZIGZAG, Layout, deal
-from attn_dispatch.ring.rows.traffic import positions_of
+from attn_dispatch import Sharded, attend, explain
+from attn_dispatch.ring.rows.layout import ZIGZAG, Layout, deal
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.tuning.intervals import Timing
 from tools.bench.longnet import known_peak
 from tools.lib.common import parser, ratio, timing, write
-from tools.lib.ranks import Tokens, freed_at_once, together
+from tools.lib.ranks import together
 from tools.lib.tables import Table, direction, interval, megabytes, ms
 
 TAKES = "5 min"
-
 HEADS, HEAD_DIM = 8, 64
 WIDE = Dilated((2048, 16384, 131_072, 1_048_576), (1, 4, 16, 64))
 #: With heads, and the tokens of a forward pass and of both.
@@ -39,14 +35,14 @@ MEMORY: tuple[tuple[Pattern, int, tuple[int, int]], ...] = (
     (WIDE, HEADS, (65_536, 32_768)),
 )
 SPEED_TOKENS, SPEED_HEADS = 32_768, 4
-BALANCED_TOKENS = 16_384
 EXCHANGED, EXCHANGED_TOKENS = (RING, GATHER, ULYSSES), (512, 4096)
+ALONE = "alone"  #: a process of two threads
 
 
-def once(tensors: Sequence[Tensor], pattern: Pattern, over_ranks: bool, backward: bool = False) -> Tensor:
-    """One call over all ranks, with the exchange that is chosen without measurements; or on this rank alone."""
-    os.environ["ATTN_DISPATCH_MODE"] = "off"
-    return _called(tensors, pattern, {"mesh": "world"} if over_ranks else {"backend": "native"}, backward)
+def drawn(layout: Layout, heads: int, rank: int) -> list[Tensor]:
+    """The q, k and v of a rank, in float32, from its own seed: no rank needs the whole sequence."""
+    shape, generator = (1, layout.lengths[rank], heads, HEAD_DIM), torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) for _ in range(3)]
 
 
 def _called(tensors: Sequence[Tensor], pattern: Pattern, where: dict[str, Any], backward: bool) -> Tensor:
@@ -65,7 +61,8 @@ def memory(shrink: int = 1) -> list[dict[str, Any]]:
     found = []
     for pattern, heads, lengths in MEMORY:
         for backward, tokens in enumerate(lengths):
-            with freed_at_once():
+            # Otherwise glibc retains a varying amount of what was freed, which counts as resident memory.
+            with patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(2**18)):
                 found += [_memory(pattern, tokens // shrink, heads, ranks, bool(backward)) for ranks in (1, 2, 4, 8)]
     return found
 
@@ -82,120 +79,74 @@ def _memory(pattern: Pattern, tokens: int, heads: int, ranks: int, backward: boo
 
 def _peak(pattern: Pattern, layout: Layout, heads: int, backward: bool) -> tuple[int, str | None]:
     """Peak bytes of a call, above those held before q, k and v were made."""
+    os.environ["ATTN_DISPATCH_MODE"] = "off"  # the exchange is chosen without measurements
     rank, several = dist.get_rank(), layout.ranks > 1
-    small = Tokens(Layout(deal(64 * layout.ranks, layout.ranks)), heads, HEAD_DIM, torch.float32)
-    once(small.shard(rank), Dense(), several, backward)  # loads what is loaded only once
-    tokens = Tokens(layout, heads, HEAD_DIM, torch.float32)
+    where = {"mesh": "world"} if several else {"backend": "native"}
+    small = Layout(deal(64 * layout.ranks, layout.ranks))
+    _called(drawn(small, heads, rank), Dense(), where, backward)  # loads what is loaded only once
 
     def call() -> str | None:
-        q, k, v = tokens.shard(rank)
-        once((q, k, v), pattern, several, backward)
+        q, k, v = drawn(layout, heads, rank)
+        _called((q, k, v), pattern, where, backward)
         return str(explain(q, k, v, pattern, mesh="world").order) if several else None
 
     exchange, peak = known_peak(call)
     return peak, exchange
 
 
-# --- two ranks, or two threads ----------------------------------------------------------------------------------------
+# --- times ------------------------------------------------------------------------------------------------------------
 
 
 def speed(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
     """Two ranks of one thread against one process of two, dense causal, interleaved."""
-    tokens = SPEED_TOKENS // shrink
-    found = []
+    tokens, found = SPEED_TOKENS // shrink, []
     for backward in (False, True):
-        times = together(_turns, 3, tokens, rounds, backward)
-        alone, ring = times[2], [max(pair) for pair in zip(times[0], times[1])]
-        one, two = (Timing(tuple(samples[1:]), samples[0]) for samples in (alone, ring))
+        times = timed((RING, ALONE), tokens, SPEED_HEADS, rounds, backward)
         entry = {
             "tokens": tokens, "heads": SPEED_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "shards": ZIGZAG,
-            "backward": backward, "one_rank_two_threads": timing(one), "two_ranks_one_thread": timing(two),
-            "ratio": ratio(two, one),
+            "backward": backward, "one_rank_two_threads": timing(times[ALONE]),
+            "two_ranks_one_thread": timing(times[RING]), "ratio": ratio(times[RING], times[ALONE]),
         }  # fmt: skip
         found.append(entry)
     return found
-
-
-def _turns(tokens: int, rounds: int, backward: bool) -> list[float]:
-    """Milliseconds of this process's calls, the first of which is a warm-up. Rank 2 runs alone."""
-    rank = dist.get_rank()
-    pair = dist.new_group([0, 1])
-    alone = rank == 2
-    torch.set_num_threads(2 if alone else 1)
-    layout = Layout((tokens,)) if alone else Layout(deal(tokens, 2), ZIGZAG)
-    tensors = Tokens(layout, SPEED_HEADS, HEAD_DIM, torch.float32).shard(0 if alone else rank)
-    where: dict[str, Any] = {"backend": "native"} if alone else {"order": "ring", "mesh": Sharded(pair, ZIGZAG)}
-    found = []
-    for _, turn in product(range(rounds + 1), (True, False)):
-        dist.barrier()
-        if turn == alone:
-            found.append(_call_ms(tensors, where, backward))
-    dist.barrier()
-    return found
-
-
-def _call_ms(tensors: Sequence[Tensor], where: dict[str, Any], backward: bool) -> float:
-    """Milliseconds of a dense causal call."""
-    start = time.perf_counter()
-    _called(tensors, Dense(is_causal=True), where, backward)
-    return (time.perf_counter() - start) * 1e3
 
 
 def exchanges(rounds: int, shrink: int = 1) -> list[dict[str, Any]]:
     """Every exchange between two ranks of one thread, dense causal, zigzag, in turns."""
     found = []
     for tokens, backward in product([each // shrink for each in EXCHANGED_TOKENS], (False, True)):
-        of_ranks = together(_exchanges, 2, tokens, rounds, backward)
-        by_name = ([max(pair) for pair in zip(*both)] for both in zip(*of_ranks))
-        times = {name: Timing(tuple(ms[1:]), ms[0]) for name, ms in zip(EXCHANGED, by_name)}
+        times = timed(EXCHANGED, tokens, HEADS, rounds, backward)
         each = {name: timing(one) for name, one in times.items()}
         found.append({"tokens": tokens, "backward": backward, **each, "ratio": ratio(times[ULYSSES], times[RING])})
     return found
 
 
-def _exchanges(tokens: int, rounds: int, backward: bool) -> list[list[float]]:
-    """Milliseconds of this rank's calls with each exchange, the first of which is a warm-up."""
-    tensors = Tokens(Layout(deal(tokens, 2), ZIGZAG), HEADS, HEAD_DIM, torch.float32).shard(dist.get_rank())
-    found: list[list[float]] = [[] for _ in EXCHANGED]
-    for _, (name, times) in product(range(rounds + 1), zip(EXCHANGED, found)):
+def timed(ways: Sequence[str], tokens: int, heads: int, rounds: int, backward: bool) -> dict[str, Timing]:
+    """Times of dense causal calls over two ranks by each exchange, or by a third rank `ALONE`, in turns."""
+    of_ranks, found = together(_turns, 2 + (ALONE in ways), ways, tokens, heads, rounds, backward), {}
+    for way in ways:
+        first_ms, *ms = (max(each) for each in zip(*(one[way] for one in of_ranks if one[way])))
+        found[way] = Timing(tuple(ms), first_ms)
+    return found
+
+
+def _turns(ways: Sequence[str], tokens: int, heads: int, rounds: int, backward: bool) -> dict[str, list[float]]:
+    """Milliseconds of this process's calls, the first of which is a warm-up."""
+    rank, pair = dist.get_rank(), dist.new_group([0, 1])
+    alone = rank == 2
+    torch.set_num_threads(2 if alone else 1)
+    layout = Layout((tokens,)) if alone else Layout(deal(tokens, 2), ZIGZAG)
+    tensors = drawn(layout, heads, 0 if alone else rank)
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _, way in product(range(rounds + 1), ways):
+        where: dict[str, Any] = {"backend": "native"} if alone else {"order": way, "mesh": Sharded(pair, ZIGZAG)}
         dist.barrier()
-        where = {"order": name, "mesh": Sharded("world", ZIGZAG)}
-        times.append(_call_ms(tensors, where, backward))
+        if alone == (way == ALONE):
+            start = time.perf_counter()
+            _called(tensors, Dense(is_causal=True), where, backward)
+            found[way].append((time.perf_counter() - start) * 1e3)
+    dist.barrier()
     return found
-
-
-# --- masks made of data -----------------------------------------------------------------------------------------------
-
-
-def balance(shrink: int = 1) -> list[dict[str, Any]]:
-    """The query-key pairs that each of four ranks computes, by the intervals of keys that the ring works from."""
-    tokens = BALANCED_TOKENS // shrink
-    found = []
-    for (name, pattern), kind in product(masks(tokens).items(), KINDS):
-        pairs = together(_pairs, 4, pattern, Layout(deal(tokens, 4), kind))
-        longest = max(pairs) * len(pairs) / sum(pairs)
-        found.append({"pattern": name, "tokens": tokens, "shards": kind, "pairs": pairs, "longest_over_mean": longest})
-    return found
-
-
-def masks(tokens: int) -> dict[str, Blocks | Ranges]:
-    """Tables of blocks of 64 tokens, and spans."""
-    block, token = torch.arange(tokens // 64), torch.arange(tokens)
-    before = block[:, None] - block
-    drawn = torch.rand(before.shape, generator=torch.Generator().manual_seed(0)) < 0.1
-    seen = {
-        "10 % of blocks": drawn,
-        "10 % of blocks, causal": (drawn | (before == 0)) & (before >= 0),
-        "near blocks": before.abs() <= 12,
-        "a dense twelfth of the queries": drawn | (block[:, None] < len(block) // 12),
-    }
-    spans = Ranges.spans((token // 256).where(token // 256 % 2 == 0, -1)[None])
-    return {name: Blocks(table[None, None], 64) for name, table in seen.items()} | {"spans, causal": spans}
-
-
-def _pairs(pattern: Blocks | Ranges, layout: Layout) -> int:
-    first, last = Held.of(pattern, 1, 1).intervals(positions_of(layout, dist.get_rank()), layout.tokens, ())
-    return int((last - first + 1).clamp(min=0).sum())
 
 
 # --- all --------------------------------------------------------------------------------------------------------------
@@ -204,7 +155,6 @@ PARTS: dict[str, Callable[[int, int], list[dict[str, Any]]]] = {  # by rounds an
     "memory": lambda rounds, shrink: memory(shrink),
     "speed": speed,
     "exchanges": exchanges,
-    "balance": lambda rounds, shrink: balance(shrink),
 }
 
 
@@ -241,28 +191,17 @@ def tables(found: Any) -> Iterator[Table]:
             rows,
             "Exchanges between two ranks, zigzag, in turns, float32.",
         )
-    if even := found.get("balance"):
-        rows = [
-            (name, *(f"{one['longest_over_mean']:.2f}" for one in even if one["pattern"] == name))
-            for name in dict.fromkeys(one["pattern"] for one in even)
-        ]
-        yield Table(
-            ("mask made of data", *(f"`{kind}`" for kind in KINDS)),
-            rows,
-            f"Query-key pairs of the rank with the most / the mean of 4 ranks, {even[0]['tokens']:,} tokens.",
-        )
 
 
 def main() -> None:
-    options = parser(__doc__, "ring.json")
-    options.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART")
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--shrink", type=int, default=1)
+    options = parser(__doc__, "ring.json", quick="short sequences, and few rounds")
+    options.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     given = options.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         options.error(f"PART must be one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    found = {name: PARTS[name](given.rounds, given.shrink) for name in given.parts}
-    write(given.output, found, tables, whole=given.shrink == 1 and set(found) == set(PARTS))
+    rounds, shrink = (2, 8) if given.quick else (5, 1)
+    found = {name: PARTS[name](rounds, shrink) for name in given.parts}
+    write(given, found, tables, whole=set(found) == set(PARTS))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Each process has a stored decision. What torch loads by itself is not timed.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from attn_dispatch.store.decision import Row
 from attn_dispatch.store.folder import Store
 from attn_dispatch.text import milliseconds
 from attn_dispatch.tuning.candidates import Request
-from tools.lib.common import parser, write
+from tools.lib.common import alone, parser, write
 from tools.lib.tables import Table
 
 TAKES = "3 minutes"
@@ -58,14 +57,14 @@ def measured(backend: str, first: bool) -> dict[str, Any]:
 def processes(backend: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """What each process measured, in turn, and how many libraries were compiled for it."""
     names = {"XDG_CACHE_HOME": "home", "ATTN_DISPATCH_CACHE_DIR": "decisions", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    env = {**os.environ, "ATTN_DISPATCH_MODE": "locked", **{name: str(folder / of) for name, of in names.items()}}
+    own = {"ATTN_DISPATCH_MODE": "locked", **{name: str(folder / of) for name, of in names.items()}}
     for process, first in PROCESSES.items():
         if process == "after `attn-dispatch warm`":
-            subprocess.run([sys.executable, "-m", "attn_dispatch", "warm"], env=env, check=True, capture_output=True)
+            command, env = [sys.executable, "-m", "attn_dispatch", "warm"], os.environ | own
+            subprocess.run(command, env=env, check=True, capture_output=True)
         before = set(folder.rglob("*.so"))
-        code = f"import json; from tools.bench.warm import measured; print(json.dumps(measured({backend!r}, {first})))"
-        done = subprocess.run([sys.executable, "-c", code], env=env, check=True, stdout=subprocess.PIPE, text=True)
-        yield process, {**json.loads(done.stdout), "compiled": len(set(folder.rglob("*.so")) - before)}
+        found = alone(measured, backend, first, **own)
+        yield process, {**found, "compiled": len(set(folder.rglob("*.so")) - before)}
 
 
 def tables(found: Any) -> Iterator[Table]:
@@ -87,7 +86,7 @@ def main() -> None:
     for backend in BACKENDS:
         with tempfile.TemporaryDirectory() as folder:
             found[backend] = dict(processes(backend, Path(folder)))
-    write(given.output, {"processes": found}, tables)
+    write(given, {"processes": found}, tables)
 
 
 if __name__ == "__main__":

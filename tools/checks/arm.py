@@ -1,7 +1,6 @@
-"""The native kernel as compiled for aarch64 and run in an emulator, held to float64: problems of all kinds, hard cases.
+"""The native kernel as compiled for aarch64 and run in an emulator, held to float64, at each level that a wheel has.
 
-    python -m tools.checks arm                    each level that a wheel for aarch64 has
-    python -m tools.checks arm --only armv8-a     one; no results file is written
+    python -m tools.checks arm
 
 It needs Debian's `g++-aarch64-linux-gnu` and `qemu-user`. Each call of the kernel is a process of the emulator; what is
 around it runs here. An emulator gives no times.
@@ -89,16 +88,13 @@ def first_line(command: str) -> str:
 
 
 def main() -> None:
-    options = parser(__doc__, "arm.json")
-    levels = {each.name: each for each in variants("aarch64")}
-    options.add_argument("--only", choices=levels, help="one level")
-    given = options.parse_args()
+    given = parser(__doc__, "arm.json").parse_args()
     compiler, emulator = programs()
-    rows = [held(each, compiler, emulator) for name, each in levels.items() if given.only in (None, name)]
+    rows = [held(each, compiler, emulator) for each in variants("aarch64")]
     for row in rows:
         print(f"{row['level']}: {len(row['failures'])} failures", *row["failures"], sep="\n")
     figures = {"compiler": first_line(compiler), "emulator": first_line(emulator), "levels": rows}
-    write(given.output, figures, whole=given.only is None)
+    write(given, figures)
     sys.exit(any(row["failures"] for row in rows))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from attn_dispatch.spec.orders import HILBERT, NATURAL
@@ -79,8 +80,8 @@ def svg(found: Any) -> str:
     rows = found["plane"]
     lengths = [one["tokens"] for one in rows]
     ends = (lengths[0], lengths[-1])
-    times = {(name, order): timed(rows, f"{name} {order}") for name in COLOURS for order in (NATURAL, HILBERT)}
-    gains = {name: gained(rows, name) for name in COLOURS}
+    times = {each: points(rows, "times", " ".join(each), "_ms") for each in product(COLOURS, (NATURAL, HILBERT))}
+    gains = {name: points(rows, "gain", name) for name in COLOURS}
     low, high = bounds(times.values())
     decades = [10.0**n for n in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     low, high = bounds(gains.values())
@@ -109,14 +110,10 @@ def svg(found: Any) -> str:
     ))  # fmt: skip
 
 
-def timed(rows: Any, name: str) -> list[Point]:
-    found = ((one["tokens"], one["times"].get(name)) for one in rows)
-    return [(tokens, t["median_ms"], t["low_ms"], t["high_ms"]) for tokens, t in found if t is not None]
-
-
-def gained(rows: Any, name: str) -> list[Point]:
-    found = ((one["tokens"], one["gain"].get(name)) for one in rows)
-    return [(tokens, gain["median"], gain["low"], gain["high"]) for tokens, gain in found if gain is not None]
+def points(rows: Any, kind: str, name: str, unit: str = "") -> list[Point]:
+    """Of the lengths that have it."""
+    found = ((one["tokens"], one[kind].get(name)) for one in rows)
+    return [(n, one[f"median{unit}"], one[f"low{unit}"], one[f"high{unit}"]) for n, one in found if one is not None]
 
 
 def bounds(curves: Iterable[Sequence[Point]]) -> tuple[float, float]:

@@ -22,8 +22,6 @@ CAPABILITY, SHARED_BYTES = (9, 0), 232_448  #: an H100's
 ABSENT = {"not_installed", "platform", "version", "capability"}
 HEAD_DIMS = (32, 64, 96, 128, 192, 256, 512, 1024)
 LENGTH = 256
-
-
 PATTERNS = {
     "dense": Dense(),
     "causal": Dense(is_causal=True),

@@ -1,4 +1,4 @@
-"""Parser, output and timing fields that all benchmarks share; results name the machine and versions.
+"""Parser, output, processes and timing fields that all benchmarks share; results name the machine and versions.
 
 Imports nothing but Python's own modules, for the one program that has to run without torch: `tools.checks.matrix`.
 """
@@ -9,9 +9,12 @@ import argparse
 import json
 import os
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -19,26 +22,44 @@ if TYPE_CHECKING:
     from attn_dispatch.tuning.intervals import Timing
     from tools.lib.tables import Table
 
+T = TypeVar("T")
 RESULTS = Path(__file__).parents[1] / "results"
 #: When this process began, and the load of the last minute then, before it added its own; None where unknown.
 STARTED, LOAD_BEFORE = datetime.now(UTC), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def parser(description: str | None, default: str) -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=description)
+def parser(description: str | None, default: str, *, quick: str = "") -> argparse.ArgumentParser:
+    """A parser with `--output`, a file of `RESULTS` by default; with `--quick` where it says what that does."""
+    raw = argparse.RawDescriptionHelpFormatter
+    found = argparse.ArgumentParser(description=description, formatter_class=raw)
     found.add_argument("-o", "--output", type=Path, default=RESULTS / default, help="JSON file to write")
+    if quick:
+        found.add_argument("--quick", action="store_true", help=quick)
     return found
 
 
+def alone(work: Callable[..., T], *arguments: Any, **variables: str) -> T:
+    """The result of `work(*arguments)` in a new process with these environment variables; all must be picklable."""
+    context = get_context("spawn")
+    with patch.dict(os.environ, variables), ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(work, *arguments).result()
+
+
 def write(
-    path: Path, figures: dict[str, Any], tables: Callable[[Any], Iterable[Table]] | None = None, whole: bool = True
+    given: argparse.Namespace,
+    figures: dict[str, Any],
+    tables: Callable[[Any], Iterable[Table]] = lambda _: (),
+    whole: bool = True,
 ) -> None:
     """Print the tables of figures; write these with the machine, versions, commit and load they were measured with.
 
     Args:
-        whole: whether these are all figures of the file: a part alone does not replace a file of `RESULTS`.
+        given: the options of `parser`.
+        whole: whether these are all figures of the file: a part, or those of `--quick`, does not replace one of
+            `RESULTS`.
     """
-    for table in tables(figures) if tables is not None else ():
+    path, whole = given.output, whole and not vars(given).get("quick")
+    for table in tables(figures):
         table.show()
     if not whole and path.resolve().is_relative_to(RESULTS.resolve()):
         print(f"a part of the figures: {path.name} is left as it is; -o FILE writes them")
@@ -88,6 +109,13 @@ def in_turns(
 
     options = {"budget_s": None, "hopeless": None, **options}
     return dict(time_in_rounds(calls, min_rounds=rounds, max_rounds=most or rounds, **options).timings)
+
+
+def share_of(share: float, found: Timing) -> Timing:
+    """This share of each sample: a limit in the same rounds."""
+    from attn_dispatch.tuning.intervals import Timing
+
+    return Timing(tuple(share * each for each in found.samples_ms), 0.0)
 
 
 def timing(found: Timing) -> dict[str, float | int]:

@@ -73,7 +73,6 @@ MODELS = (
     Attention("Whisper-base, text on sound", (1, 1, 8, 64), k_len=1500, is_trained=False),
 )
 
-
 DENSITIES = (0, -3, -7, -10, -13)  #: half octaves: of all pairs to 1 in 90
 BLOCKS = {32: 1024, 64: 1024, 128: 2048, 256: 2048}  #: tokens by the size of blocks; 0 stands for intervals
 

@@ -1,4 +1,4 @@
-"""The problems of `python -m tools.bench peers`, and how each peer is asked for them.
+"""Calls of other libraries: the problems of `python -m tools.bench peers`, and how each peer is asked for them.
 
 A call takes q, k and v, each [batch, tokens, heads, head_dim], and returns out alike; views of these axes are the
 peer's own layout. What can be made once, such as a mask, is made before and not timed.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attn_dispatch import attend
+from attn_dispatch.kernels.contract import Backend, adapted
+from attn_dispatch.kernels.flex.mask import multiplicity_function
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.spec.shapes import pair_count, problem_of
+from attn_dispatch.spec.shapes import problem_of
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -72,19 +75,14 @@ class Cell(NamedTuple):
         pattern, dtype = asked.pattern(self.tokens), getattr(torch, self.dtype)
         return problem_of(shape, pattern, dtype, torch.device("cpu"), backward=self.backward)
 
-    def title(self, peer: str) -> str:
-        """What `--only` looks into."""
-        what = "forward + backward" if self.backward else "forward"
-        return f"{self.name}, {self.tokens} tokens, {self.dtype}, {what}: {peer}"
-
 
 @dataclass(frozen=True)
 class Peer:
     """One way to compute the problems it names.
 
     `about` says what is called, and what serves a library's inner calls on a CPU. `differs` is how its function differs
-    from the problem's; where it does, errors are against its own result in float64. `all_pairs` is whether it computes
-    all pairs of tokens, whatever the pattern. `bytes` estimates what it allocates. `distribution` is the package.
+    from the problem's; where it does, errors are against its own result in float64. `distribution` is the package.
+    It is asked for `most_tokens`: more would take it seconds or gigabytes, or a compilation for each number.
     """
 
     name: str
@@ -92,17 +90,8 @@ class Peer:
     problems: tuple[str, ...]
     make: Callable[[Problem], Call]
     distribution: str = "torch"
-    all_pairs: bool = False
-    bytes: Callable[[Problem], int] = lambda problem: 0
+    most_tokens: int = 1 << 20
     differs: Callable[[Problem], str] = lambda problem: ""
-    only_tokens: tuple[int, ...] | None = None  #: numbers of tokens that it compiles for
-
-    def work(self, cell: Cell) -> float:
-        """Query-key pairs that it computes."""
-        problem = cell.problem()
-        if self.all_pairs:
-            return float(problem.heads * problem.q_len * problem.k_len)
-        return float(pair_count(problem.pattern, problem.q_len, problem.k_len, problem.heads))
 
 
 def heads_first(call: Callable[..., Any]) -> Call:
@@ -110,20 +99,26 @@ def heads_first(call: Callable[..., Any]) -> Call:
     return lambda q, k, v: call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
+def as_backend(name: str, call: Call) -> Backend:
+    """A call as a backend, as far as examples and the oracle ask for one."""
+    return adapted(SimpleNamespace(name=name, run=lambda q, k, v, problem, **_: call(q, k, v)))
+
+
+def trained(call: Callable[[], Any], inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    """A call with its backward pass."""
+
+    def run() -> Any:
+        out = call()
+        return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    return run
+
+
 # --- attn-dispatch and PyTorch ----------------------------------------------------------------------------------------
 
 
-def _attend(problem: Problem) -> Call:
-    return lambda q, k, v: attend(q, k, v, problem.pattern)
-
-
-def _sdpa(problem: Problem) -> Call:
-    return heads_first(lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-def _masked(problem: Problem) -> Call:
-    mask = mask_of(problem)
-    return heads_first(lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask))
+def masked(problem: Problem) -> Call:
+    return heads_first(partial(scaled_dot_product_attention, attn_mask=mask_of(problem)))
 
 
 def mask_of(problem: Problem) -> Tensor:
@@ -139,56 +134,21 @@ def mask_of(problem: Problem) -> Tensor:
     return mask
 
 
-def _mask_bytes(problem: Problem) -> int:
-    """The mask; of a bool one also the copy that the CPU's kernel makes."""
-    pairs = problem.q_len * problem.k_len
-    if isinstance(problem.pattern, Dilated):
-        return pairs * problem.heads * problem.dtype.itemsize
-    return pairs * (1 + problem.dtype.itemsize)
-
-
 def _flex(problem: Problem) -> Call:
     library = importlib.import_module("torch.nn.attention.flex_attention")
-    counts = FLEX_COUNTS[type(problem.pattern)](problem)
+    counts: Any = multiplicity_function(problem.pattern, problem.q_len, problem.k_len, problem.heads)
     dilated = isinstance(problem.pattern, Dilated)
     heads = problem.heads if dilated else None
     blocks = library.create_block_mask(
         lambda b, h, i, j: counts(h, i, j) > 0, None, heads, problem.q_len, problem.k_len, device="cpu"
     )
 
-    def with_counts(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def with_counts(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
         return score + counts(h, i, j).to(score.dtype).log()
 
     compiled: Any = torch.compile(library.flex_attention, dynamic=False)
     score_mod = with_counts if dilated else None
     return heads_first(lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=blocks))
-
-
-def _flex_dilated(problem: Problem) -> Callable[..., Tensor]:
-    def counts(h: Tensor, i: Tensor, j: Tensor) -> Any:
-        return sum(
-            ((i // w == j // w) & (i % w % r == h % r) & (j % w % r == h % r)).int() for w, r in zip(SEGMENTS, RATES)
-        )
-
-    return counts
-
-
-def _flex_neighborhood(problem: Problem) -> Callable[..., Tensor]:
-    side = math.isqrt(problem.q_len)
-
-    def near(x: Tensor, y: Tensor) -> Tensor:
-        low = (x - SIDE // 2).clamp(0, side - SIDE)
-        return (low <= y) & (y < low + SIDE)
-
-    return lambda h, i, j: (near(i // side, j // side) & near(i % side, j % side)).int()
-
-
-FLEX_COUNTS: dict[type, Callable[[Problem], Callable[..., Tensor]]] = {
-    Dense: lambda problem: lambda h, i, j: (j <= i).int(),
-    Window: lambda problem: lambda h, i, j: ((j <= i) & (i - j <= REACH)).int(),
-    Dilated: _flex_dilated,
-    Neighborhood: _flex_neighborhood,
-}
 
 
 # --- libraries --------------------------------------------------------------------------------------------------------
@@ -204,11 +164,6 @@ def _natten(problem: Problem) -> Call:
         return out.flatten(1, 2)
 
     return call
-
-
-def _scores_bytes(problem: Problem) -> int:
-    """Scores and weights of all pairs."""
-    return 2 * problem.heads * problem.q_len * problem.k_len * max(4, problem.dtype.itemsize)
 
 
 def _local_attention(problem: Problem) -> Call:
@@ -246,18 +201,22 @@ def _flash_by_sdpa(
     return out.transpose(1, 2), lse
 
 
-def _fkodom(problem: Problem) -> Call:
+def xformers_by_sdpa() -> dict[str, Any]:
+    """Modules, by name, for what dilated-attention-pytorch imports of xFormers."""
     package: Any = ModuleType("xformers")
     package.ops = operators = ModuleType("xformers.ops")
 
     def by_sdpa(query: Tensor, key: Tensor, value: Tensor, op: object = None, attn_bias: object = None) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(1, 2)
+        return heads_first(partial(scaled_dot_product_attention, is_causal=attn_bias is not None))(query, key, value)
 
     vars(operators).update(
         AttentionOp=object, LowerTriangularMask=type("LowerTriangularMask", (), {}), memory_efficient_attention=by_sdpa
     )
-    sys.modules.update({"xformers": package, "xformers.ops": operators})
+    return {"xformers": package, "xformers.ops": operators}
+
+
+def _fkodom(problem: Problem) -> Call:
+    sys.modules.update(xformers_by_sdpa())
     module = importlib.import_module("dilated_attention_pytorch.dilated_attention")
     attention: Call = module.DilatedAttention(SEGMENTS, RATES)
     return attention
@@ -274,19 +233,25 @@ def _divided(problem: Problem) -> str:
 LONGNET, BY_SDPA = "LongNet", "; its dense calls are served by SDPA here"
 ATTEND = "attn-dispatch"
 PEERS = (
-    Peer(ATTEND, "attend(), after its measurement", tuple(PROBLEMS), _attend, "attn-dispatch"),
-    Peer("SDPA", "scaled_dot_product_attention(is_causal=True)", ("dense causal",), _sdpa),
+    Peer(
+        ATTEND, "attend(), after its measurement", tuple(PROBLEMS),
+        lambda problem: partial(attend, pattern=problem.pattern), "attn-dispatch",
+    ),
+    Peer(
+        "SDPA", "scaled_dot_product_attention(is_causal=True)", ("dense causal",),
+        lambda problem: heads_first(partial(scaled_dot_product_attention, is_causal=True)),
+    ),
     Peer(
         "SDPA + mask", "scaled_dot_product_attention(attn_mask=...), the mask made before",
-        ("window", LONGNET, "neighborhood"), _masked, all_pairs=True, bytes=_mask_bytes,
+        ("window", LONGNET, "neighborhood"), masked, most_tokens=16_384,
     ),
     Peer(
         "FlexAttention", "torch.compile(flex_attention), the block mask made before",
-        ("dense causal", "window", LONGNET, "neighborhood"), _flex, only_tokens=(4096, 8192),
+        ("dense causal", "window", LONGNET, "neighborhood"), _flex, most_tokens=8192,
     ),
     Peer(
-        "NATTEN", "na2d(), which takes FlexAttention, not compiled, on a CPU", ("neighborhood",), _natten, "natten",
-        all_pairs=True, bytes=_scores_bytes,
+        "NATTEN", "na2d(), which takes FlexAttention, not compiled, on a CPU", ("neighborhood",), _natten,
+        "natten", most_tokens=4096,
     ),
     Peer("local-attention", "LocalAttention(exact_windowsize=True)", ("window",), _local_attention, "local-attention"),
     Peer(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from attn_dispatch.text import align
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,9 @@ class Table:
 
     def show(self) -> None:
         """Print it, unless its columns have no rows."""
-        from rich.console import Console
-        from rich.table import Table as Shown
-
-        if self.columns and not self.rows:
-            return
-        shown = Shown(title=self.title or None)
-        for column in self.columns:
-            shown.add_column(column, overflow="fold")
-        for row in self.rows:
-            shown.add_row(*row)
-        console = Console(markup=False, width=None if sys.stdout.isatty() else 160)
-        console.print(*([shown] if self.columns else []), "\n".join((self.about, *self.lines)))
+        if self.rows or not self.columns:
+            table = align([self.columns, *self.rows], range(len(self.columns))) if self.rows else []
+            print(*filter(None, [self.title]), *table, *filter(None, [self.about]), *self.lines, "", sep="\n")
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from attn_dispatch.cli import stored, urls
 from attn_dispatch.cli.tables import print_json
@@ -32,8 +31,7 @@ def run(args: argparse.Namespace) -> int:
         raise AttnDispatchError(f"nothing is written: {folder} cannot be read (No such file or directory)")
     found = [decision for _, decision in stored.decisions(folder, silicon=silicon, key=key)]
     if not found and (silicon or key):
-        print(f"attn-dispatch export: no decision in {folder} matches --silicon and --key", file=sys.stderr)
-        return 1
+        raise AttnDispatchError(f"no decision in {folder} matches --silicon and --key")
     content = write_bundle(found)
     urls.write(args.place, content)
     with urls.beside(args.place):

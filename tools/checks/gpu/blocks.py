@@ -286,36 +286,23 @@ SHOWN = ("dense", "causal", "longnet")
 
 
 def tables(found: Any) -> Iterator[Table]:
+    timed: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in found["rows"]:
+        if row.get("median_ms"):
+            timed.setdefault((_kind(row), tuple(row["block"])), {})[row["pattern"]] = row
     rows: list[tuple[str, ...]] = []
-    for kernel, table in BLOCKS.items():
-        for head_dim in table:
-            if timed := _timed_blocks(found, kernel, head_dim, dtype=HALF):
-                block, best = _fastest(timed)
-                rates = (f"{best[each]['tflops']:.0f}" if each in best else "-" for each in SHOWN)
-                used = next(iter(best.values()))
-                what = f"`{kernel}`", str(head_dim), "{} x {}, {} warps, {} stages".format(*block)
-                rows.append((*what, *rates, f"{used['registers']}, {used['spills']}"))
+    for kernel, head_dim in ((kernel, head_dim) for kernel, table in BLOCKS.items() for head_dim in table):
+        kind = f"triton {kernel} {HALF} hd{head_dim}"
+        if ranked := found["summary"].get(kind):
+            block = ranked[0]["block"]
+            best = timed[kind, tuple(block)]
+            rates = (f"{best[each]['tflops']:.0f}" if each in best else "-" for each in SHOWN)
+            used = next(iter(best.values()))
+            what = f"`{kernel}`", str(head_dim), "{} x {}, {} warps, {} stages".format(*block)
+            rows.append((*what, *rates, f"{used['registers']}, {used['spills']}"))
     yield Table(
         ("kernel", "head_dim", "fastest block", *SHOWN, "registers, spills"),
         rows,
         f"TFLOP/s by the pairs that the pattern has: {HALF}, {HEADS} heads, {LENGTH:,} tokens, each kernel alone. "
         f"LongNet: `{PATTERNS['longnet']}`. The file has float32 too.",
     )
-
-
-def _timed_blocks(found: Any, kernel: str, head_dim: int, **more: Any) -> dict[Block, dict[str, Any]]:
-    """The timed rows of a kernel of `triton`, by block and pattern."""
-    wanted = {"stage": "time", "backend": "triton", "kernel": kernel, "head_dim": head_dim, **more}
-    timed: dict[Block, dict[str, Any]] = {}
-    for row in found["rows"]:
-        if row.get("median_ms") and wanted.items() <= row.items():
-            timed.setdefault(tuple(row["block"]), {})[row["pattern"]] = row
-    return timed
-
-
-def _fastest(timed: dict[Block, dict[str, Any]]) -> tuple[Block, dict[str, Any]]:
-    """The block with the largest product of rates over all patterns that it was timed on."""
-    most = max(map(len, timed.values()))
-    whole = {block: rows for block, rows in timed.items() if len(rows) == most}
-    block = max(whole, key=lambda each: math.prod(row["tflops"] for row in whole[each].values()))
-    return block, whole[block]

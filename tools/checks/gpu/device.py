@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attn_dispatch.machine.environment import installed
-from attn_dispatch.machine.hardware import hardware, provenance, silicon
+from attn_dispatch.machine.hardware import hardware
 from tools.checks.gpu.machine import Machine
 from tools.checks.gpu.workers import Item, Phase, Row, Setup
 from tools.lib.tables import Table
@@ -46,8 +46,6 @@ def _machine(machine: Machine) -> Row:
     cudnn: Any = torch.backends.cudnn
     return {
         "hardware": hardware().to_dict(),
-        "silicon": silicon(machine.device),
-        "provenance": provenance(machine.device),
         "versions": {package: installed(package) for package in PACKAGES},
         "cudnn": cudnn.version() if machine.device.type == "cuda" else None,
     }

@@ -80,10 +80,10 @@ def _example(item: Item, machine: Machine, dry: bool, *, lse: bool = False) -> E
     return make(replace(problem, return_lse=lse))
 
 
-def _judged(found: dict[str, Tensor], expected: dict[str, tuple[Tensor, float]]) -> Row:
+def _judged(found: dict[str, Tensor], expected: dict[str, Expected]) -> Row:
     """The largest error over its tolerance, and what is wrong."""
-    shares = {name: float((found[name].double() - x).abs().nan_to_num(9e9).max()) / most
-              for name, (x, most) in expected.items()}  # fmt: skip
+    off = {name: (found[name].double() - each.value).abs().nan_to_num(9e9) for name, each in expected.items()}
+    shares = {name: float(each.max()) / expected[name].tolerance for name, each in off.items()}
     wrong = [f"{name} is off by {share:.1f} tolerances" for name, share in shares.items() if not share <= 1]
     return {"of_tolerance": max(shares.values()), **({"failed": "; ".join(wrong)} if wrong else {})}
 
@@ -120,9 +120,9 @@ def _rank(item: Item, dry: bool) -> Row:
     out, lse = attend(*mine, PATTERNS[item["pattern"]], mesh=spread, order="ring", return_lse=True)
     grads = torch.autograd.grad([out, lse], mine, [shard(example.grad, spread), shard(grad_lse, spread, 2)])
     found = dict(zip(NAMES, (out.detach(), lse.detach(), *grads)))
-    parts = {name: (shard(expected[name].value, spread, 2 if name == "lse" else 1), expected[name].tolerance)
-             for name in NAMES}  # fmt: skip
-    return _judged(found, parts)
+    whole = {name: expected[name] for name in NAMES}
+    parts = {name: shard(each.value, spread, 2 if name == "lse" else 1) for name, each in whole.items()}
+    return _judged(found, {name: Expected(each, whole[name].tolerance) for name, each in parts.items()})
 
 
 def _send_through_the_cpu() -> None:
@@ -211,8 +211,7 @@ def _compiled(item: Item, machine: Machine, dry: bool) -> Row:
         qkv = example.q, example.k, example.v
         out, lse = compiled(*qkv)
         results = (out, lse, *torch.autograd.grad([out], qkv, [example.grad]))
-        expected = {name: (x.value, x.tolerance) for name, x in expected_of(example).items()}
-        found.append(_judged(dict(zip(NAMES, [x.detach().clone() for x in results])), expected))
+        found.append(_judged(dict(zip(NAMES, [x.detach().clone() for x in results])), expected_of(example)))
     return _worst(found)
 
 
@@ -249,14 +248,9 @@ def _documents(item: Item, machine: Machine, dry: bool) -> Row:
         simple = pattern.simplify(end - start, end - start, example.problem.heads)
         problem = replace(example.problem, batch=1, q_len=end - start, k_len=end - start, pattern=simple)
         each.append(expected_of(Example(problem, q, k, v, grad[:, start:end], {})))
-    parts = {
-        name: (
-            torch.cat([x[name].value for x in each], 2 if name == "lse" else 1),
-            max(x[name].tolerance for x in each),
-        )
-        for name in found
-    }
-    return _judged(found, parts)
+    values = {name: torch.cat([x[name].value for x in each], 2 if name == "lse" else 1) for name in found}
+    most = {name: max(x[name].tolerance for x in each) for name in found}
+    return _judged(found, {name: Expected(value, most[name]) for name, value in values.items()})
 
 
 def label(item: Item) -> str:
