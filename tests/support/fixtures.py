@@ -140,8 +140,8 @@ def _processes() -> Iterator[Callable[[int], Ranks]]:
 
 @pytest.fixture
 def ranks(_processes: Callable[[int], Ranks]) -> Ranks:
-    """Eight processes of one process group, and groups of its first ranks."""
-    return _processes(8)
+    """Four processes of one process group, and groups of its first ranks."""
+    return _processes(4)
 
 
 @pytest.fixture(scope="session")
