@@ -129,10 +129,11 @@ def every_way() -> Iterator[tuple[str, int, str, str]]:
             yield name, size, kind, exchange
 
 
-NAMES = ("name", "size", "kind", "exchange")
+def factors_of(name: str, *way: object) -> dict[str, object]:
+    return {"pattern": name.partition("-")[0], **dict(zip(("size", "kind", "exchange"), way))}
 
 
-@pytest.mark.parametrize(NAMES, parameters(every_way(), lambda *row: dict(zip(NAMES, row))))
+@pytest.mark.parametrize(("name", "size", "kind", "exchange"), parameters(every_way(), factors_of))
 def test_conformance(ranks: Ranks, name: str, size: int, kind: str, exchange: str) -> None:
     """Out, lse and gradients through both."""
     pattern, tokens, heads, kv_heads = PATTERNS[name]
@@ -141,8 +142,11 @@ def test_conformance(ranks: Ranks, name: str, size: int, kind: str, exchange: st
     assert oracle.check(run(ranks, oracle, pattern, uneven(tokens, size, kind), exchange)).failures == ()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", ["ranges", "ranges-by-row", "blocks-by-head", "blocks-list"])
+@crossed(
+    lambda name, dtype: {"dtype": dtype},
+    name=("ranges", "ranges-by-row", "blocks-by-head", "blocks-list"),
+    dtype=(torch.float64, torch.bfloat16),
+)
 def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     """Of float64 in tiles, which no native kernel computes."""
     pattern, tokens, heads, kv_heads = PATTERNS[name]
@@ -178,8 +182,11 @@ def test_random_patterns(ranks: Ranks, seed: int) -> None:
     assert oracle.check(run(ranks, oracle, pattern, layout, exchange)).failures == (), exchange
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["blocks-shared", "blocks-by-row", "blocks-by-head"])
+@crossed(
+    lambda name, dtype: {"dtype": dtype},
+    name=("blocks-shared", "blocks-by-row", "blocks-by-head"),
+    dtype=(torch.float32, torch.float64),
+)
 def test_what_no_query_sees_reaches_nothing(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     pattern, tokens, heads, kv_heads = PATTERNS[name]
     example = oracle_of(pattern, tokens, heads, kv_heads, dtype).example
@@ -336,7 +343,7 @@ def measured(name: str) -> tuple[str, str, list[str]]:
     return str(found.order), found.source, [row.status for row in found.candidates]
 
 
-@pytest.mark.parametrize("name", ["ranges-by-row", "blocks-shared", "blocks-by-head"])
+@thinned("name", ["ranges-by-row", "blocks-shared", "blocks-by-head"], 2)
 def test_exchanges_are_compared_with_float64_and_measured(
     ranks: Ranks, name: str, set_mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

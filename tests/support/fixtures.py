@@ -62,7 +62,9 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def _own_decisions(request: pytest.FixtureRequest, _own_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_decisions(
+    request: pytest.FixtureRequest, _own_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cache folder that is not there yet, no shipped profile, the default settings, and empty tables."""
     tmp_path = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else next(_own_folders)
     monkeypatch.setattr(store_folder, "package_files", lambda name: tmp_path / "no profiles")
