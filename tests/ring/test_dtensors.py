@@ -167,13 +167,13 @@ def refused(case: str) -> str:
     def at(x: Tensor, *placements: Any) -> DTensor:
         return distribute_tensor(x, mesh, placements)
 
-    same = (Shard(0), Replicate())
+    same, few = (Shard(0), Replicate()), (k[:, :, :2], v[:, :, :2])
     calls: dict[str, Callable[[], Any]] = {
         "mixed": lambda: attend(at(q, *same), k, v),
         "placements": lambda: attend(at(q, *same), at(k, Replicate(), Replicate()), at(v, *same)),
         "width": lambda: attend(*(at(x, Replicate(), Shard(3)) for x in (q, k, v))),  # type: ignore[arg-type]
         "mesh": lambda: attend(*(at(x, *same) for x in (q, k, v)), mesh=mesh["inner"]),  # type: ignore[arg-type]
-        "uneven": lambda: attend(at(q, Shard(2), Shard(2)), *(at(x[:, :, :2], Shard(2), Shard(2)) for x in (k, v))),
+        "uneven": lambda: attend(*(at(x, Shard(2), Shard(2)) for x in (q, *few))),  # type: ignore[arg-type]
         "uneven together": lambda: attend(*(at(x[:, :, :2], Shard(2), Shard(2)) for x in (q, k, v))),  # type: ignore[arg-type]
         "batch": lambda: attend(*(at(x[:1], Shard(0), Shard(1)) for x in (q, k, v))),  # type: ignore[arg-type]
         "first_head": lambda: attend(at(q, *same), at(k, *same), at(v, *same), first_head=0, all_heads=HEADS),
