@@ -132,14 +132,20 @@ MODULES = modules()
 
 
 @cache
-def imports(path: Path) -> set[str]:
-    """The modules under attn_dispatch that a file imports, at its top, in functions and for type checkers."""
+def nodes(name: str) -> tuple[ast.AST, ...]:
+    """All of a module's syntax tree."""
+    return tuple(ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))))
+
+
+@cache
+def imports(name: str) -> set[str]:
+    """The modules under attn_dispatch that one imports, at its top, in functions and for type checkers."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(name):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}, line {node.lineno}: imports are absolute"
+            assert node.level == 0, f"{name}, line {node.lineno}: imports are absolute"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -182,26 +188,25 @@ def test_the_files_are_found() -> None:
     assert {"store.folder", "backends.sdpa", "cli", "ring.rows.layout", "__init__"} <= MODULES.keys()
     own = {"decisions.call", "errors", "kernels.autograd", "log", "settings"}
     own |= {"kernels.device_cache", "process_state", "spec.problem", "store.decision", "text"}
-    assert imports(MODULES["recording"]) == own
+    assert imports("recording") == own
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_imports_follow_the_arrows(name: str) -> None:
-    assert [each for each in sorted(imports(MODULES[name])) if not allowed(name, each)] == []
+def test_imports_follow_the_arrows() -> None:
+    assert [(name, each) for name in MODULES for each in sorted(imports(name)) if not allowed(name, each)] == []
 
 
 def test_no_circle_of_files() -> None:
-    graph = {name: imports(path) - {"__init__"} for name, path in MODULES.items()}
+    graph = {name: imports(name) - {"__init__"} for name in MODULES}
     while graph:
         done = {name for name, needs in graph.items() if not needs & graph.keys() - {name}}
         assert done, sorted(graph)
         graph = {name: needs for name, needs in graph.items() if name not in done}
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("backends.")])
-def test_backends_stand_alone(name: str) -> None:
+def test_backends_stand_alone() -> None:
+    own = [name for name in MODULES if name.startswith("backends.")]
     others = ("backends", "kernels.registry")
-    assert not {imported for imported in imports(MODULES[name]) if imported.startswith(others)}
+    assert [(name, each) for name in own for each in imports(name) if each.startswith(others)] == []
 
 
 def test_wheels_hold_every_room() -> None:
@@ -257,29 +262,22 @@ MOST_PATHS = 12  #: McCabe's complexity of attend: what a hit goes through
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
 
 
-def nodes(name: str) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8")))
-
-
 def written_modules(name: str) -> Iterator[str]:
     """The attributes of other modules of the package that a module assigns to: hooks, which no import shows."""
-    imported = {module.rpartition(".")[2] for module in imports(MODULES[name])}
-    found = list(nodes(name))
-    aliases = [x for node in found if isinstance(node, ast.ImportFrom | ast.Import) for x in node.names]
+    imported = {module.rpartition(".")[2] for module in imports(name)}
+    aliases = [x for node in nodes(name) if isinstance(node, ast.ImportFrom | ast.Import) for x in node.names]
     imported = {x.asname or x.name for x in aliases if x.name.rpartition(".")[2] in imported}
-    for node in found:
+    for node in nodes(name):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield from [ast.unparse(node)] if ast.unparse(node.value) in imported else []
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_calls_go_down_only(name: str) -> None:
+def test_calls_go_down_only() -> None:
     """No module writes into another one, and none is handed attend(), which stands above it."""
-    assert list(written_modules(name)) == []
-    for node in nodes(name):
-        if isinstance(node, ast.Call):
-            given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            assert "attend" not in [each.id for each in given if isinstance(each, ast.Name)], ast.unparse(node)
+    assert [(name, each) for name in MODULES for each in written_modules(name)] == []
+    for node in (node for name in MODULES for node in nodes(name) if isinstance(node, ast.Call)):
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        assert "attend" not in [each.id for each in given if isinstance(each, ast.Name)], ast.unparse(node)
 
 
 def test_functions_take_few_arguments() -> None:
@@ -301,22 +299,22 @@ def test_a_hit_has_few_paths() -> None:
 # --- what is loaded ---------------------------------------------------------------------------------------------------
 
 
+STEPS = {
+    "package": "import attn_dispatch",
+    "torch": "import torch",
+    "attend": "from attn_dispatch import attend",
+    "machine": "from attn_dispatch.machine import hardware, memory",
+    "asked": "hardware.silicon('cpu'); memory.available_bytes('cpu'); hardware.provenance('cpu')",
+    "trial": "x = torch.ones(1, 16, 1, 8, requires_grad=True)\nattend(x, x, x).sum().backward()",
+    "nn": "attn_dispatch.nn.torchscale, attn_dispatch.nn.fkodom",
+}
+
+
 @cache
-def loaded_on_the_way() -> list[set[str]]:
-    """After torch, after attend, before and after questions to the machine, and after a trial."""
-    return loaded_by(
-        "import torch",
-        "import attn_dispatch\nattn_dispatch.attend",
-        "from attn_dispatch import attend\nfrom attn_dispatch.machine import hardware, memory",
-        "hardware.silicon('cpu'); memory.available_bytes('cpu'); hardware.provenance('cpu')",
-        "x = torch.ones(1, 16, 1, 8, requires_grad=True)\nattend(x, x, x).sum().backward()",
-    )
-
-
-def loaded_by(*steps: str) -> list[set[str]]:
+def loaded() -> dict[str, set[str]]:
     """The modules that a new process has loaded after each step."""
-    code = "import sys\n" + "".join(f"{step}\nprint(*sys.modules)\n" for step in steps)
-    return [set(line.split()) for line in printed("-c", code).splitlines()]
+    code = "import sys\n" + "".join(f"{step}\nprint(*sys.modules)\n" for step in STEPS.values())
+    return dict(zip(STEPS, (set(line.split()) for line in printed("-c", code).splitlines())))
 
 
 def test_no_torch_at_import() -> None:
@@ -329,26 +327,33 @@ def test_no_torch_at_import() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere psutil is what knows")
 def test_what_every_process_asks_needs_no_psutil() -> None:
     """It takes longer to load than a decision to be read and taken."""
-    *_, before, after, _ = loaded_on_the_way()
-    assert not {"psutil", "pynvml"} & (after - before)
+    assert not {"psutil", "pynvml"} & (loaded()["asked"] - loaded()["machine"])
 
 
 def test_a_trial_does_not_load_the_compiler() -> None:
     """Nor symbolic mathematics: each takes longer to load than a small problem's trial."""
-    *_, last = loaded_on_the_way()
-    assert "attn_dispatch.tuning.tuner" in last
-    assert not last & {"torch._dynamo", "sympy"}
+    assert "attn_dispatch.tuning.tuner" in loaded()["trial"]
+    assert not loaded()["trial"] & {"torch._dynamo", "sympy"}
 
 
 def test_the_package_alone_loads_nothing() -> None:
-    """Nor do modules of nn need an import of their own."""
-    loaded, _ = loaded_by("import attn_dispatch", "attn_dispatch.nn.torchscale, attn_dispatch.nn.fkodom")
-    assert {name for name in loaded if name.startswith("attn_dispatch.")} == set()
-    assert not loaded & {"torch", "msgspec", "rich", "numpy"}
+    """And modules of nn need no import of their own."""
+    found = loaded()["package"]
+    assert {name for name in found if name.startswith("attn_dispatch.")} == set()
+    assert not found & {"torch", "msgspec", "rich", "numpy"}
+    assert {"attn_dispatch.nn.torchscale", "attn_dispatch.nn.fkodom"} <= loaded()["nn"]
 
 
 def test_attend_loads_no_more_than_it_needs() -> None:
-    before, loaded, *_ = loaded_on_the_way()
-    assert "attn_dispatch.dispatch" in loaded
-    assert not (loaded - before) & {"xformers", "flash_attn", "triton", "rich", "torch._dynamo", "pynvml", "matplotlib"}
-    assert not loaded & {"xformers", "flash_attn", "rich", "torch._dynamo"}
+    found = loaded()["attend"]
+    assert "attn_dispatch.dispatch" in found
+    assert not (found - loaded()["torch"]) & {
+        "xformers",
+        "flash_attn",
+        "triton",
+        "rich",
+        "torch._dynamo",
+        "pynvml",
+        "matplotlib",
+    }
+    assert not found & {"xformers", "flash_attn", "rich", "torch._dynamo"}

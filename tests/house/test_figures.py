@@ -19,7 +19,7 @@ TEXTS = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items(
 @cache
 def longest_chain(name: str) -> tuple[str, ...]:
     """From the first module that is loaded to this one."""
-    below = (longest_chain(each) for each in sorted(imports(MODULES[name]) - {name, "__init__"}))
+    below = (longest_chain(each) for each in sorted(imports(name) - {name, "__init__"}))
     return (*max(below, key=len, default=()), name)
 
 

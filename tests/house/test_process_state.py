@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import torch
 
@@ -11,7 +10,7 @@ import attn_dispatch
 from attn_dispatch import attend, process_state
 from attn_dispatch.calls import routes
 from attn_dispatch.decisions import decide
-from tests.house.test_architecture import MODULES
+from tests.house.test_architecture import MODULES, nodes
 
 #: What is held for a process's threads, calls and files, or follows from arguments alone, and outlives decisions.
 HELD = {
@@ -27,11 +26,13 @@ HELD = {
 }
 
 
-def tables(path: Path) -> set[str]:
+def tables(module: str) -> set[str]:
     """Module-level names that begin as an empty container and are not registered in the same file."""
-    text = path.read_text(encoding="utf-8")
+    text = MODULES[module].read_text(encoding="utf-8")
+    tree, *_ = nodes(module)
+    assert isinstance(tree, ast.Module)
     found = set()
-    for node in ast.parse(text).body:
+    for node in tree.body:
         target = node.target if isinstance(node, ast.AnnAssign) else None
         value = ast.unparse(node.value) if isinstance(node, ast.AnnAssign) and node.value else ""
         if isinstance(target, ast.Name) and value in ("{}", "[]", "set()", "Counter()", "OrderedDict()", "dict()"):
@@ -41,7 +42,7 @@ def tables(path: Path) -> set[str]:
 
 
 def test_every_table_is_registered_or_held() -> None:
-    found = {f"{module}.{name}" for module, path in MODULES.items() for name in tables(path)}
+    found = {f"{module}.{name}" for module in MODULES for name in tables(module)}
     assert found == HELD
 
 

@@ -102,7 +102,7 @@ def test_the_version_stands_in_one_place() -> None:
     assert stated == {"version": PROJECT["version"], "license": PROJECT["license"], "title": PROJECT["name"]}
 
 
-YAML = ["CITATION.cff", *(f".github/workflows/{name}.yml" for name in ("ci", "newest", "systems", "wheels"))]
+YAML = ["CITATION.cff", *(f".github/workflows/{name}.yml" for name in ("ci", "newest", "nightly", "systems", "wheels"))]
 
 
 @pytest.mark.parametrize("name", YAML)

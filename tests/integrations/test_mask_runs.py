@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
@@ -191,7 +191,6 @@ def composed(mask: Any) -> Callable[..., Any]:
     return lambda *at: one(*at) & others[0](*at) if operator == "&" else one(*at) | others[0](*at)
 
 
-@settings(max_examples=300, deadline=None)
 @given(mask=MASKS)
 def test_any_edges(mask: Any) -> None:
     function = composed(mask)

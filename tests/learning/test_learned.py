@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -372,7 +372,6 @@ def foreign(problem: Mapping[str, Any]) -> Decision:
     return replace(decision(PROBLEM, {A: 1.0, B: 2.0}), problem=dict(problem), key="0" * 20)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     problem=PROBLEMS,
     evidence=st.lists(DECISIONS | st.builds(foreign, BROKEN), max_size=25),

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.learning.predict import Evidence
@@ -112,7 +112,6 @@ def some_points() -> st.SearchStrategy[list[Speedup]]:
 
 
 @given(some_points(), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
 def test_the_order_of_points_does_not_matter(given_points: list[Speedup], chance: random.Random) -> None:
     found = threshold("hilbert", FAMILY, given_points)
     shuffled = chance.sample(given_points, len(given_points))

@@ -69,7 +69,7 @@ EVERY = product(PATTERNS, KINDS, DOCUMENTS, (False, True), LAYOUTS, WEIGHTS)
 ROWS = [row for row in EVERY if row[0] == Dense() or not row[3]]
 
 
-@pytest.mark.parametrize(SHARED, parameters(ROWS, lambda *row: dict(zip(SHARED, row))))
+@pytest.mark.parametrize(SHARED, parameters(ROWS, lambda pattern, *way: dict(zip(SHARED, (type(pattern), *way)))))
 def test_each_rank_has_its_rows(
     ranks: Ranks, pattern: Pattern, kind: str, ids: str, masked: bool, layout: str, weights: Any
 ) -> None:

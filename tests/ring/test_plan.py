@@ -162,7 +162,7 @@ def test_the_bound_of_memory_holds_what_ranks_took(one: dict[str, Any]) -> None:
     assert one["least_peak_bytes"] <= bound <= 2 * one["peak_bytes"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
+@thinned("case", CASES, 2, lambda case: str(case[0]))
 def test_predicted_buffers_are_those_that_the_engine_reserves(case: Case) -> None:
     for backward, exchange, rank in product((False, True), (RING, GATHER), range(RANKS)):
         counted, transport = counted_for(case, RANKS, backward), Transport(None)

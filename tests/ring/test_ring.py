@@ -173,18 +173,18 @@ def on_world() -> bool:
 
 
 def on_device_mesh() -> bool:
-    return right(Sharded(init_device_mesh("cpu", (8,)), ZIGZAG))
+    return right(Sharded(init_device_mesh("cpu", (4,)), ZIGZAG))
 
 
 def on_one_axis() -> bool:
-    """4 x 2: each pair of neighbouring ranks has a sequence of its own."""
-    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context"))
+    """2 x 2: each pair of neighbouring ranks has a sequence of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     return right(mesh["context"], data=mesh["data"].get_local_rank())
 
 
 def on_a_single_rank() -> bool:
     """Without communication: the other ranks do not take part."""
-    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "context"))
     if dist.get_rank() % 2:
         return True
     return right(mesh["context"])
@@ -192,7 +192,7 @@ def on_a_single_rank() -> bool:
 
 def forced_on_a_single_rank() -> list[Any]:
     """It runs everything that needs no other rank, and raises for the rest."""
-    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("data", "context"))["context"]
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "context"))["context"]
     q, k, v = tensors()
     found: list[Any] = []
     for backend, order in ((None, LOCAL), ("ring", None), ("ring", LOCAL), ("manual", None)):
@@ -207,14 +207,14 @@ def forced_on_a_single_rank() -> list[Any]:
 
 def on_two_groups_in_turn() -> bool:
     """The same call, with a decision for each group."""
-    world, half = dist.group.WORLD, dist.new_group(range(4))
-    found = [right(mesh) for mesh in ((half, world, half) if dist.get_rank() < 4 else (world,))]
+    world, half = dist.group.WORLD, dist.new_group(range(2))
+    found = [right(mesh) for mesh in ((half, world, half) if dist.get_rank() < 2 else (world,))]
     return all(found)
 
 
 def on_groups() -> bool:
     """Disjoint groups at the same time."""
-    groups = [dist.new_group(range(start, start + 2)) for start in range(0, 8, 2)]
+    groups = [dist.new_group(range(start, start + 2)) for start in range(0, 4, 2)]
     return right(groups[dist.get_rank() // 2], data=dist.get_rank() // 2)
 
 
@@ -229,7 +229,7 @@ def test_every_kind_of_mesh(ranks: Ranks, job: Any) -> None:
 def test_exchanges_on_a_single_rank(ranks: Ranks) -> None:
     why = "cannot run over a single rank: no rank sees another's rows: there is nothing to exchange"
     expected = [True] * 4 + [f"{order!r} {why}" for order in (RING, GATHER, ULYSSES)]
-    assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 8
+    assert ranks.everywhere(forced_on_a_single_rank) == [expected] * 4
 
 
 def not_a_mesh(mesh: object) -> str:
@@ -240,12 +240,12 @@ def not_a_mesh(mesh: object) -> str:
 
 
 def of_others() -> str:
-    group = dist.new_group(range(4))
-    return not_a_mesh(group) if dist.get_rank() >= 4 else ""
+    group = dist.new_group(range(2))
+    return not_a_mesh(group) if dist.get_rank() >= 2 else ""
 
 
 def of_two_axes() -> str:
-    return not_a_mesh(init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "context")))
+    return not_a_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context")))
 
 
 def test_arguments_that_are_no_mesh(ranks: Ranks) -> None:

@@ -42,7 +42,9 @@ def called(ranks: Ranks, *arguments: dict[str, Any]) -> list[Any]:
 
 
 def works(ranks: Ranks) -> bool:
-    return called(ranks, *[{}] * SIZE) == [(2, 12, 4, 8)] * SIZE
+    """Whether the next call does, without a trial."""
+    off = {"settings": {"ATTN_DISPATCH_MODE": "off"}}
+    return called(ranks, *[off] * SIZE) == [(2, 12, 4, 8)] * SIZE
 
 
 # --- different arguments ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_dispatch.errors import InvalidInput
@@ -66,7 +66,6 @@ def problems(draw: st.DrawFn) -> tuple[Pattern, Layout, int, int]:
 
 
 @given(problems())
-@settings(max_examples=150, deadline=None)
 def test_counted_rows_are_the_listed_rows(problem: tuple[Pattern, Layout, int, int]) -> None:
     pattern, layout, heads, kv_heads = problem
     counts = count_layout(pattern, layout, heads, kv_heads)
@@ -80,7 +79,6 @@ def test_counted_rows_are_the_listed_rows(problem: tuple[Pattern, Layout, int, i
 
 
 @given(problems())
-@settings(max_examples=100, deadline=None)
 def test_pairs_are_those_of_the_definition(problem: tuple[Pattern, Layout, int, int]) -> None:
     pattern, layout, heads, kv_heads = problem
     seen = pattern.multiplicity(layout.tokens, heads=heads).expand(heads, -1, -1).sum(0)

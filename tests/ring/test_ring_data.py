@@ -7,7 +7,9 @@ import gc
 import math
 import random
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
-from tests.support.pairwise import thinned
+from tests.support.pairwise import crossed, parameters, thinned
 from tests.support.ring_calls import attended, part, shards, tensors, whole
 from tests.support.ring_ranks import Ranks
 
@@ -116,22 +118,35 @@ def run(ranks: Ranks, oracle: Oracle, pattern: Data, layout: Layout, exchange: s
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_conformance(ranks: Ranks, name: str, size: int) -> None:
-    """Out, lse and gradients through both, for every exchange and layout; shards are uneven."""
+def uneven(tokens: int, size: int, kind: str) -> Layout:
+    return Layout(deal(tokens, size, (1.0, 2.0, 1.5, 3.0)[:size]), kind)
+
+
+def every_way() -> Iterator[tuple[str, int, str, str]]:
+    for name, size, kind in product(PATTERNS, (2, 4), KINDS):
+        pattern, tokens, heads, kv_heads = PATTERNS[name]
+        for exchange in usable(pattern, uneven(tokens, size, kind), heads, kv_heads):
+            yield name, size, kind, exchange
+
+
+def factors_of(name: str, *way: object) -> dict[str, object]:
+    return {"pattern": name.partition("-")[0], **dict(zip(("size", "kind", "exchange"), way))}
+
+
+@pytest.mark.parametrize(("name", "size", "kind", "exchange"), parameters(every_way(), factors_of))
+def test_conformance(ranks: Ranks, name: str, size: int, kind: str, exchange: str) -> None:
+    """Out, lse and gradients through both."""
     pattern, tokens, heads, kv_heads = PATTERNS[name]
     masks = {"has_seq_lens": True, "has_key_mask": True} if name in SOME_MASKED else {}
     oracle = oracle_of(pattern, tokens, heads, kv_heads, torch.float32, **masks)
-    for kind in KINDS:
-        layout = Layout(deal(tokens, size, (1.0, 2.0, 1.5, 3.0)[:size]), kind)
-        for exchange in usable(pattern, layout, heads, kv_heads):
-            found = run(ranks, oracle, pattern, layout, exchange)
-            assert oracle.check(found).failures == (), (kind, exchange)
+    assert oracle.check(run(ranks, oracle, pattern, uneven(tokens, size, kind), exchange)).failures == ()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", ["ranges", "ranges-by-row", "blocks-by-head", "blocks-list"])
+@crossed(
+    lambda name, dtype: {"dtype": dtype},
+    name=("ranges", "ranges-by-row", "blocks-by-head", "blocks-list"),
+    dtype=(torch.float64, torch.bfloat16),
+)
 def test_conformance_in_other_dtypes(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     """Of float64 in tiles, which no native kernel computes."""
     pattern, tokens, heads, kv_heads = PATTERNS[name]
@@ -167,8 +182,11 @@ def test_random_patterns(ranks: Ranks, seed: int) -> None:
     assert oracle.check(run(ranks, oracle, pattern, layout, exchange)).failures == (), exchange
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["blocks-shared", "blocks-by-row", "blocks-by-head"])
+@crossed(
+    lambda name, dtype: {"dtype": dtype},
+    name=("blocks-shared", "blocks-by-row", "blocks-by-head"),
+    dtype=(torch.float32, torch.float64),
+)
 def test_what_no_query_sees_reaches_nothing(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
     pattern, tokens, heads, kv_heads = PATTERNS[name]
     example = oracle_of(pattern, tokens, heads, kv_heads, dtype).example
@@ -198,31 +216,27 @@ def needed(pattern: Data, layout: Layout, heads: int, kv_heads: int) -> list[int
     return found
 
 
-def sent(pattern: Data | Dense, tokens: int, heads: int, kv_heads: int, kind: str, order: str, grads: bool) -> int:
-    """A job: bytes that this rank sent in one call, of two rows of a batch."""
+def sent(pattern: Data | Dense, tokens: int, heads: int, kv_heads: int, kind: str, order: str) -> tuple[int, int]:
+    """A job: bytes that this rank sent in one call of two rows of a batch, and with the backward pass."""
     mesh = Sharded(ring_ranks.group(), kind)
     link, _ = spread_of(mesh)
     q, k = torch.ones(2, tokens, heads, 8), torch.ones(2, tokens, kv_heads, 8)
-    q, k, v = (shard(x, mesh).requires_grad_(grads) for x in (q, k, k))
-    attend(q, k, v, pattern=pattern, mesh=mesh, order=order)
+    q, k, v = (shard(x, mesh).requires_grad_() for x in (q, k, k))
     link.transport.bytes_sent = 0
     out = attend(q, k, v, pattern=pattern, mesh=mesh, order=order)
-    if grads:
-        out.sum().backward()
-    return link.transport.bytes_sent
+    forward = link.transport.bytes_sent
+    out.sum().backward()
+    return forward, link.transport.bytes_sent
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_only_rows_that_are_seen_are_sent(ranks: Ranks, name: str) -> None:
+@crossed(lambda name, how: {"how": how}, name=PATTERNS, how=tuple(zip(KINDS, (GATHER, RING))))
+def test_only_rows_that_are_seen_are_sent(ranks: Ranks, name: str, how: tuple[str, str]) -> None:
     """Each once: forward rows of k and v, backward these again and their gradients."""
     pattern, tokens, heads, kv_heads = PATTERNS[name]
-    row = 2 * 2 * 8 * 4
-    for kind, order in zip(KINDS, (GATHER, RING)):
-        rows = sum(needed(pattern, Layout(deal(tokens, 4), kind), heads, kv_heads))
-        assert rows
-        for passes, grads in ((1, False), (3, True)):
-            found = ranks.everywhere(sent, pattern, tokens, heads, kv_heads, kind, order, grads, ranks=4)
-            assert sum(found) == passes * rows * row, (kind, grads)
+    rows = sum(needed(pattern, Layout(deal(tokens, 4), how[0]), heads, kv_heads)) * 2 * 2 * 8 * 4
+    assert rows
+    found = ranks.everywhere(sent, pattern, tokens, heads, kv_heads, *how, ranks=4)
+    assert tuple(map(sum, zip(*found))) == (rows, 3 * rows)
 
 
 def test_a_local_table_sends_a_part_of_a_dense_ring(ranks: Ranks) -> None:
@@ -232,8 +246,8 @@ def test_a_local_table_sends_a_part_of_a_dense_ring(ranks: Ranks) -> None:
     near &= torch.rand(64, 64, generator=drawn(0)) < 0.92
     pattern = Blocks(near[None, None], 8)
     assert 0.08 < near.float().mean() < 0.12
-    patterns, how = (pattern, Dense()), (512, 4, 2, CONTIGUOUS, RING, True)
-    sparse, dense = (sum(ranks.everywhere(sent, each, *how, ranks=4)) for each in patterns)
+    patterns, how = (pattern, Dense()), (512, 4, 2, CONTIGUOUS, RING)
+    sparse, dense = (sum(both for _, both in ranks.everywhere(sent, each, *how, ranks=4)) for each in patterns)
     assert sparse <= 0.2 * dense
 
 
@@ -329,7 +343,7 @@ def measured(name: str) -> tuple[str, str, list[str]]:
     return str(found.order), found.source, [row.status for row in found.candidates]
 
 
-@pytest.mark.parametrize("name", ["ranges-by-row", "blocks-shared", "blocks-by-head"])
+@thinned("name", ["ranges-by-row", "blocks-shared", "blocks-by-head"], 2)
 def test_exchanges_are_compared_with_float64_and_measured(
     ranks: Ranks, name: str, set_mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

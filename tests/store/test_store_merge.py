@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -74,7 +74,6 @@ def plain(one: Decision) -> bytes:
     return canonical(to_plain(one))
 
 
-@settings(max_examples=200)
 @given(four)
 def test_the_order_of_merging_does_not_matter(given: list[Decision]) -> None:
     a, b, c, d = given

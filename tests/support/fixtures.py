@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from itertools import count
 from logging import WARNING
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,9 +54,19 @@ def _machine_without_other_programs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One for each test that asks for none: to make one takes milliseconds."""
+    folder = tmp_path_factory.mktemp("decisions")
+    return (folder / str(number) for number in count())
+
+
 @pytest.fixture(autouse=True)
-def _own_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_decisions(
+    request: pytest.FixtureRequest, _own_folders: Iterator[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cache folder that is not there yet, no shipped profile, the default settings, and empty tables."""
+    tmp_path = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else next(_own_folders)
     monkeypatch.setattr(store_folder, "package_files", lambda name: tmp_path / "no profiles")
     monkeypatch.setenv("ATTN_DISPATCH_CACHE_DIR", str(tmp_path / "decisions"))
     for name in [*os.environ, "TRITON_INTERPRET"]:
@@ -140,8 +151,8 @@ def _processes() -> Iterator[Callable[[int], Ranks]]:
 
 @pytest.fixture
 def ranks(_processes: Callable[[int], Ranks]) -> Ranks:
-    """Eight processes of one process group, and groups of its first ranks."""
-    return _processes(8)
+    """Four processes of one process group, and groups of its first ranks."""
+    return _processes(4)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ PREFIX = "ATTN_DISPATCH_"
 GROUP_S = 20.0  #: time-out of process groups
 JOB_S = 60.0  #: time limit of a job
 MARGIN_S = 5.0  #: time to write stacks after it
-SIZES = (2, 3, 4)  #: a larger world also has groups of its first 2, 3 and 4 ranks
+SIZES = (2, 3)  #: a larger world also has groups of its first 2 and 3 ranks
 
 Group = dist.ProcessGroup
 
