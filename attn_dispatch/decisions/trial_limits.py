@@ -79,15 +79,15 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.autograd.graph.saved_tensors_hooks(_same, _same),
         private.without_modes(),
-        _on_cpu(),
+        on_cpu(),
         compiling(),
     ):
         yield
 
 
-def _on_cpu() -> AbstractContextManager[object]:
-    """The default device is the CPU. Nothing where it is so already: the context costs each operator microseconds of
-    Python, which would count as the candidates' time.
+def on_cpu() -> AbstractContextManager[object]:
+    """The default device is the CPU. Nothing where it is the caller's, too: the context costs each operator microseconds
+    of Python, which would count as the candidates' time.
     """
     # By a new tensor: torch 2.6's get_default_device does not see `with torch.device(...)`, and fails once a default
     # device was set and taken back.

@@ -13,6 +13,7 @@ import torch
 from attn_dispatch.decisions.call import Rewritten, notify, observed, only
 from attn_dispatch.decisions.decide import drop_oldest
 from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.trial_limits import on_cpu
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.log import logger
 from attn_dispatch.private import CheckpointStop
@@ -145,7 +146,7 @@ def _decision_for(link: Link, checked: MeshCall) -> Decided:
     notify(sharded.problem)
     call, masks = checked.call, {name: x for name, x in checked.call.tensors.items() if x is not None}
     masks.pop("pattern_data", None)
-    with torch.device("cpu"):  # not the default device of the caller
+    with on_cpu():
         trial = Trial(sharded, _inputs(sharded, call), masks)
         decision = group_decision.decide_together(sharded, trial.rows, call.order)
     logger.info("%s: %s (%s)", sharded.problem, decision.order, decision.decided_by)
