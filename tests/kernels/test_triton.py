@@ -345,7 +345,7 @@ def test_wide_offsets_change_nothing(backend: Any, monkeypatch: pytest.MonkeyPat
 
 
 FEW = (
-    Case("one", Dense(is_causal=True), (2, 1, 2, 16), k_len=100, kv_heads=1),
+    Case("one", Dense(is_causal=True), (1, 1, 4, 16), k_len=100, kv_heads=1),
     Case("some", Dense(is_causal=True), (1, 5, 6, 24), k_len=333, kv_heads=2, scale=-0.3),
     Case("all-keys", Dense(), (1, 3, 2, 16), k_len=100),
     Case("masked", Dense(is_causal=True), (2, 2, 4, 16), k_len=120, kv_heads=1, key_mask=True),
@@ -391,7 +391,7 @@ def test_few_queries_in_parts(
 @pytest.mark.usefixtures("triton_interpreter")
 def test_slopes_count_from_the_end_of_a_row() -> None:
     problem = replace(
-        Case("", Dense(True), (2, 2, 4, 16), k_len=70).problem(torch.float16, needs_grad=False), alibi_axes=1
+        Case("", Dense(True), (2, 2, 2, 16), k_len=70).problem(torch.float16, needs_grad=False), alibi_axes=1
     )
     whole, lens = make(problem), torch.full((2,), 50)
 
