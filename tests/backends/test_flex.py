@@ -34,6 +34,7 @@ from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
 from tests.support.cases import gate
+from tests.support.pairwise import thinned
 
 FLEX = registry.load("flex")
 
@@ -335,19 +336,6 @@ def up_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *inputs: None)
 
 
-@pytest.mark.full
-def test_compiled_up_to_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lse and gradients, which the CPU kernel lacks."""
-    up_to_the_kernel(monkeypatch)
-    plain = Case("traced", LONGNET, (2, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True)
-    gate = Oracle.of(make(plain.problem(torch.float32, needs_grad=True)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a backward pass is compiled by the first one
-        found = gate.run(FLEX)
-    assert gate.check(found).failures == ()
-    assert set(found) == {"out", "lse", "dq", "dk", "dv"}
-
-
 # --- masks made of data -----------------------------------------------------------------------------------------------
 
 OF_DATA: list[RangesForm | BlocksForm] = [
@@ -410,14 +398,18 @@ def test_kernels_are_of_forms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", OF_DATA[1:4], ids=str)
-def test_compiled_with_data_up_to_the_cuda_kernel(form: Pattern, monkeypatch: pytest.MonkeyPatch) -> None:
-    """lse and gradients, likewise."""
+@pytest.mark.parametrize("form", [None, *OF_DATA[1:4]], ids=str)
+def test_compiled_up_to_the_cuda_kernel(form: Pattern | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lse and gradients, which the CPU kernel lacks."""
     up_to_the_kernel(monkeypatch)
-    gate = Oracle.of(hard_example(of_data(form, needs_grad=True, return_lse=True)))
+    plain = Case("traced", LONGNET, (2, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True)
+    example = make(plain.problem(torch.float32, needs_grad=True))
+    gate = Oracle.of(example if form is None else hard_example(of_data(form, needs_grad=True, return_lse=True)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert gate.check(gate.run(FLEX)).failures == ()
+        warnings.simplefilter("ignore")  # a backward pass is compiled by the first one
+        found = gate.run(FLEX)
+    assert gate.check(found).failures == ()
+    assert set(found) == {"out", "lse", "dq", "dk", "dv"}
 
 
 @pytest.mark.full
@@ -455,30 +447,23 @@ IN_ORDER = [
 ]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("order", "pattern"), IN_ORDER)
+STORED = [*IN_ORDER, ("hilbert", Window(20, 3)), ("hilbert", IN_ORDER[3][1])]
+
+
+@thinned(
+    ("order", "pattern", "stored", "masked"),
+    [(*each, stored, masked) for stored in (False, True) for each in (IN_ORDER, STORED)[stored] for masked in (0, 1)],
+    3,
+)
 def test_results_in_another_order(
-    order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
+    order: str, pattern: Pattern, stored: bool, masked: int, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tokens that are stored in it are not permuted; masks go by place in the tensors."""
     monkeypatch.setattr(attention, "BLOCK", 16)
     length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
-    case = Case("", pattern, (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
+    given = Reordered(pattern, order) if stored else pattern
+    case = Case("", given, (2, length, 4, 16), kv_heads=2, seq_lens=bool(masked), key_mask=bool(masked))
     asked = case.problem(torch.float32, needs_grad=True)
-    assert order in flex.orders(asked)
+    assert flex.orders(asked) == ("natural",) if stored else order in flex.orders(asked)
     expected = gate(asked)
-    assert expected.check(expected.run(FLEX, order)).failures == ()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("order", "pattern"), [*IN_ORDER, ("hilbert", Window(20, 3)), ("hilbert", IN_ORDER[3][1])])
-def test_reordered_tokens(
-    order: str, pattern: Pattern, masked: bool, uncompiled_flex: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is permuted; masks go by place in the tensors."""
-    monkeypatch.setattr(attention, "BLOCK", 16)
-    length = math.prod(pattern.grid) if isinstance(pattern, Neighborhood) else 130
-    case = Case("", Reordered(pattern, order), (2, length, 4, 16), kv_heads=2, seq_lens=masked, key_mask=masked)
-    asked = case.problem(torch.float32, needs_grad=True)
-    assert flex.orders(asked) == ("natural",)
-    expected = gate(asked)
-    assert expected.check(expected.run(FLEX)).failures == ()
+    assert expected.check(expected.run(FLEX, "natural" if stored else order)).failures == ()

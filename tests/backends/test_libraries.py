@@ -45,7 +45,7 @@ from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
 from tests.support.cases import factors_of, gate
-from tests.support.pairwise import crossed
+from tests.support.pairwise import crossed, thinned
 
 FLASH = {variant.title: variant for variant in flash.BACKEND.variants}
 ADAPTERS = {
@@ -191,8 +191,12 @@ def test_adapters_agree_with_float64(adapter: str, case: Case, calls: list[dict[
     agrees(adapter, case, torch.float32, True)
 
 
-@pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@thinned(
+    ("adapter", "case"),
+    [(adapter, FEW[(n + turn) % 4]) for n, adapter in enumerate(ADAPTERS) for turn in range(4)],
+    4,
+    ids=lambda x: getattr(x, "id", x),
+)
 def test_adapters_in_half_precision_and_without_gradients(
     adapter: str, case: Case, calls: list[dict[str, Any]]
 ) -> None:
@@ -465,9 +469,10 @@ def test_what_flash_4_takes(flash4: Callable[..., list[str]]) -> None:
 BLOCKS = BlocksForm((256, 128), "heads", by_row=True, is_list=False, within=Dense(), density=-2)
 
 
-@pytest.mark.parametrize(
+@thinned(
     ("heads", "capability", "size"),
     [("all", (9, 0), (128, 128)), ("kv_heads", (9, 0), (384, 256)), ("heads", (10, 0), (256, 128))],
+    2,
 )
 @pytest.mark.parametrize("adapter", ["flash4"])
 def test_flash_4_over_blocks(

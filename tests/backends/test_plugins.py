@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_dispatch import attend, explain, profile, register
+from attn_dispatch import attend, explain, process_state, profile, register
 from attn_dispatch.backends import manual
+from attn_dispatch.cli import main
 from attn_dispatch.errors import BackendFailed, InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import REQUIRED, Refusal
@@ -22,12 +25,14 @@ from attn_dispatch.machine.hardware import silicon
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.store.quarantine import Quarantine
+from attn_dispatch.store.quarantine import Entry, Quarantine
 from attn_dispatch.tuning import candidates
+from tests.support import processes
 from tests.support.calls import BUILT_IN, Plugin, close, formula, qkv, status
 from tests.support.fakes import raising
 
 pytestmark = pytest.mark.usefixtures("little_time")
+short = pytest.mark.usefixtures("short_trials")
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------
@@ -42,14 +47,14 @@ def one_entry(out: Tensor, lse: Tensor, more: float = 0.01) -> tuple[Tensor, Ten
 FAILS = raising(RuntimeError("out of\norder"))
 WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "scaled": (lambda out, lse: (out * 1.01, lse), "incorrect", "out is off by"),
-    "one-entry": (one_entry, "incorrect", "out is off by"),
+    "one_entry": (one_entry, "incorrect", "out is off by"),
     "nan": (partial(one_entry, more=math.nan), "incorrect", "out has NaN"),
-    "all-nan": (lambda out, lse: (out * math.nan, lse), "incorrect", "out has NaN"),
+    "all_nan": (lambda out, lse: (out * math.nan, lse), "incorrect", "out has NaN"),
     "lse": (lambda out, lse: (out, lse + 0.01), "incorrect", "lse is off by"),
-    "lse-base-2": (lambda out, lse: (out, lse / math.log(2)), "incorrect", "lse is off by"),
-    "lse-dtype": (lambda out, lse: (out, lse.double()), "incorrect", "lse is torch.float64, not torch.float32"),
-    "lse-shape": (lambda out, lse: (out, lse.mT), "incorrect", "lse has shape [1, 16, 2], not [1, 2, 16]"),
-    "no-lse": (lambda out, lse: out, "incorrect", "lse was asked for and not returned"),
+    "lse_base_2": (lambda out, lse: (out, lse / math.log(2)), "incorrect", "lse is off by"),
+    "lse_dtype": (lambda out, lse: (out, lse.double()), "incorrect", "lse is torch.float64, not torch.float32"),
+    "lse_shape": (lambda out, lse: (out, lse.mT), "incorrect", "lse has shape [1, 16, 2], not [1, 2, 16]"),
+    "no_lse": (lambda out, lse: out, "incorrect", "lse was asked for and not returned"),
     "dtype": (lambda out, lse: (out.double(), lse), "incorrect", "out is torch.float64, not torch.float32"),
     "shape": (lambda out, lse: (out.transpose(1, 2), lse), "incorrect", "out has shape [1, 2, 16, 8]"),
     "raises": (FAILS, "failed", "RuntimeError: out of order"),
@@ -57,20 +62,22 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "expected", "reason"), WRONG.values(), ids=WRONG)
-def test_wrong_results_are_not_chosen(change: Callable[[Tensor, Tensor], Any], expected: str, reason: str) -> None:
-    register(Plugin(change))
+def test_wrong_results_are_not_chosen() -> None:
+    """Of no backend of many, each of which would be the fastest."""
+    for name, (change, _, _) in WRONG.items():
+        register(Plugin(change, name))
     q, k, v = qkv()
     out, lse = attend(q, k, v, is_causal=True, return_lse=True)
     exact = formula(q, k, v, Dense(is_causal=True))
     assert close(out, exact[0])
     assert close(lse, exact[1])
     found = explain(q, k, v, is_causal=True, return_lse=True)
-    row = next(candidate for candidate in found.candidates if candidate.backend == "planted")
     assert found.choice in BUILT_IN
-    assert row.status == expected
-    assert reason in row.reason
-    assert row.median_ms is None
+    rows = {each.backend: each for each in found.candidates}
+    for name, (_, expected, reason) in WRONG.items():
+        row = rows[name]
+        assert (name, row.status, row.median_ms) == (name, expected, None)
+        assert reason in row.reason
 
 
 def test_the_fastest_correct_backend_is_chosen() -> None:
@@ -107,20 +114,28 @@ def test_a_refusal_is_a_status_and_a_reason(code: str) -> None:
     assert row.reason == "is not here; nor there"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(3)], ids=["error", "exit"])
-@pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes", "orders"])
-def test_a_broken_plugin_does_not_end_the_call(
-    part: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin = Plugin()
-    monkeypatch.setattr(plugin, part, raising(error), raising=False)
-    register(plugin)
+class Panic(BaseException):
+    """Such as exceptions of Rust code, or of cancelled tasks, which are no `Exception`."""
+
+
+ERRORS = (RuntimeError("broken"), SystemExit(3), Panic("stop"), KeyboardInterrupt(), GeneratorExit())
+
+
+@pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes", "orders", "run"])
+def test_a_broken_plugin_neither_ends_the_call_nor_the_program(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in ERRORS:
+        plugin = Plugin(name=type(error).__name__)
+        monkeypatch.setattr(plugin, part, raising(error), raising=False)
+        register(plugin)
     q, k, v = qkv()
     assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
-    if part != "version":
-        assert status(explain(q, k, v), "planted") == "failed"
+    rows = {each.backend: each for each in explain(q, k, v).candidates}
+    for name in [type(error).__name__ for error in ERRORS] if part != "version" else ():
+        assert rows[name].status == "failed"
+        assert (name if name in ("RuntimeError", "SystemExit") else f"raised {name}") in rows[name].reason
 
 
+@short
 @pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes", "orders"])
 def test_a_plugin_that_does_not_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked once in a process; a later process leaves it out, where its version is known."""
@@ -175,6 +190,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "none": (lambda out, lse: None, "NoneType"),
     "list": (lambda out, lse: [out, lse], "list"),
     "dict": (lambda out, lse: {"out": out, "lse": lse}, "dict"),
+    "tuple of one": (lambda out, lse: (out,), "tuple"),
 }
 
 
@@ -248,23 +264,101 @@ def test_a_plugin_that_writes_into_its_inputs_harms_no_other(hidden: bool) -> No
     assert status(found, "sdpa") in ("chosen", "slower", "tie", "not_measured")
 
 
-class Panic(BaseException):
-    """Such as exceptions of Rust code, or of cancelled tasks, which are no `Exception`."""
+# --- imports of entry points that fail, exit, hang or crash -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "error", [Panic("stop"), KeyboardInterrupt(), GeneratorExit()], ids=lambda each: type(each).__name__
+WORKS = """
+from attn_dispatch.backends import manual
+name, version, refusals, workspace_bytes, run = (
+    "plug", lambda: "1", manual.refusals, manual.workspace_bytes, manual.run
 )
-@pytest.mark.parametrize("part", ["version", "refusals", "workspace_bytes", "run"])
-def test_a_plugin_cannot_interrupt_the_program(
-    part: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+"""
+COUNTED = "with open(__file__ + '.imports', 'a') as file: file.write('x')\n"
+FAILING = {
+    "error": ("raise ValueError('no')", "ValueError: no"),
+    "missing": ("import nowhere_at_all", "ModuleNotFoundError"),
+    "exit": ("raise SystemExit(3)", "raised SystemExit: 3"),
+    "interrupt": ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    "nothing": ("", "lacks name, version"),
+    "hangs": ("import time\nwhile True: time.sleep(0.001)", "did not return within 0.1 s"),
+}
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+    """Install a distribution whose entry point is a module with this code; returns the file that counts its imports."""
+    site = tmp_path / "site"
+    package = site / "made_up-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[attn_dispatch.backends]\nplug = plugged_in\n")
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("ATTN_DISPATCH_TIMEOUT_S", "0.1")
+    monkeypatch.setattr(registry, "_entry_points", registry._entry_points.__wrapped__)
+
+    def made(code: str) -> Path:
+        path = site / "plugged_in.py"
+        path.write_text(COUNTED + code)
+        return path.with_name(path.name + ".imports")
+
+    yield made
+    registry._load.cache_clear()
+    sys.modules.pop("plugged_in", None)
+
+
+def entries() -> list[Entry]:
+    return Quarantine(cache_folder(), silicon("cpu")).entries()
+
+
+@short
+@pytest.mark.parametrize(("code", "reason"), FAILING.values(), ids=FAILING)
+def test_a_failing_import(
+    code: str, reason: str, install: Callable[[str], Path], warnings: Callable[[], list[str]]
 ) -> None:
-    plugin = Plugin()
-    monkeypatch.setattr(plugin, part, raising(error))
-    register(plugin)
-    q, k, v = qkv()
-    assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
-    if part != "version":
-        row = next(each for each in explain(q, k, v).candidates if each.backend == "planted")
-        assert row.status == "failed"
-        assert f"raised {type(error).__name__}" in row.reason
+    """It is tried once in a process, and one warning names the entry point and its distribution."""
+    imports = install(code)
+    for length in (16, 24):
+        q, k, v = qkv(length)
+        assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
+    (text,) = warnings()
+    assert text.startswith("backend 'plug' (entry point plugged_in of made-up 1) ")
+    assert reason in text
+    assert imports.read_text() == "x"
+    with pytest.raises(InvalidInput, match="entry point plugged_in of made-up 1"):
+        attend(*qkv(), backend="plug")
+
+
+@short
+def test_an_import_that_hangs_is_left_out_by_later_processes(
+    install: Callable[[str], Path], warnings: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    imports = install(FAILING["hangs"][0])
+    attend(*qkv())
+    (entry,) = entries()
+    assert (entry.backend, entry.version, entry.kind, entry.strikes) == ("import of plug", "made-up 1", "hung", 1)
+    process_state.forget_all()
+    attend(*qkv(24))
+    assert imports.read_text() == "x"
+    assert "lift 'import of plug'" in warnings()[-1]
+    assert main(["doctor", "--lift", "import of plug"]) == 0
+    assert capsys.readouterr().out.startswith("lifted    import of plug made-up 1 on ")
+    imports.with_suffix("").write_text(WORKS)
+    process_state.forget_all()
+    assert any(row.backend == "plug" and row.status != "failed" for row in explain(*qkv()).candidates)
+
+
+@short
+@pytest.mark.full
+def test_an_import_that_crashes_is_left_out_by_later_processes(install: Callable[[str], Path]) -> None:
+    imports = install("import os; os.abort()")
+    code = "import torch, attn_dispatch\nx = torch.ones(1, 16, 1, 8)\nattn_dispatch.attend(x, x, x)\nprint('done')"
+    code = "import os, sys; sys.path.insert(0, os.environ['PYTHONPATH'])\n" + code
+    for _ in range(2):
+        assert processes.run(code).returncode < 0
+    done = processes.run(code)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert imports.read_text() == "xx"
+    (entry,) = entries()
+    assert (entry.backend, entry.kind) == ("import of plug", "died")
+    assert "import of plug made-up 1 ran the entry point plugged_in for the first time" in entry.reason

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import Blocks, Dense, Dilated, Neighborhood, Ranges, Reordered, Window, attend, explain
-from attn_dispatch.calls import packing
+from attn_dispatch.calls import packing, routes
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.spec import data
 from attn_dispatch.spec.data import DataPattern
@@ -49,10 +49,12 @@ def qkv(length: int = N, *, needs_grad: bool = False) -> tuple[Tensor, Tensor, T
     return q, k, v
 
 
-def patterns() -> list[DataPattern]:
-    starts = torch.arange(2 * N).view(2, N) % 11
-    spans = Ranges.spans(torch.arange(N)[None] // 5, left=3)
-    return [Ranges(starts, starts + 9), spans, Blocks(LISTS, 8), Blocks(TABLE, 8, Window(9, 0))]
+def patterns(shift: int = 0) -> list[DataPattern]:
+    """One of each form; with another `shift`, others of these forms."""
+    starts = (torch.arange(2 * N).view(2, N) + shift) % 11
+    spans = Ranges.spans((torch.arange(N)[None] + shift) // 5, left=3)
+    lists, table = torch.where(LISTS < 0, LISTS, LISTS + shift), TABLE.roll(shift, 2)
+    return [Ranges(starts, starts + 9), spans, Blocks(lists, 8), Blocks(table, 8, Window(9, 0))]
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, pattern: DataPattern, **arguments: Any) -> Tensor:
@@ -95,6 +97,27 @@ def test_derivatives(number: int) -> None:
     (grad,) = torch.autograd.grad(result, k, create_graph=True)
     with pytest.raises(BackendFailed, match="no second derivatives"):
         differentiated(grad.sum(), k)
+
+
+@pytest.mark.parametrize("backend", ["native", "manual"])
+@pytest.mark.parametrize("number", range(4))
+def test_a_route_serves_all_tensors_of_a_form(number: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, new, made = [exact(*qkv(), patterns(shift)[number]) for shift in (0, 1)], routes.new_route, list[Any]()
+    assert not torch.allclose(wanted[0], wanted[1])
+
+    def noted(call: Any, key: Any) -> Any:
+        made.append(call)
+        return new(call, key)
+
+    monkeypatch.setattr("attn_dispatch.dispatch.new_route", noted)
+    heads_first = [x.transpose(1, 2) for x in qkv()]
+    for shift in (0, 1, 0, 1):
+        pattern = patterns(shift)[number]
+        assert close(attended(*qkv(), pattern, backend=backend), wanted[shift])
+        found = attended(*heads_first, pattern, layout="bhnd", backend=backend)
+        assert close(found.transpose(1, 2), wanted[shift])
+    assert len(made) == 2  # one for each layout
+    assert not any(isinstance(x, DataPattern) for key in routes.routes for x in key)
 
 
 def test_with_other_arguments() -> None:
@@ -310,11 +333,18 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (given(0, documents=AT), r"documents must have shape \[batch, len\]"),
     (given(0, is_causal=True), "give pattern or the shorthands"),
     (given(0, alignment="upper_left"), "is for causal Dense attention"),
+    (given(2, layout="nope"), "layout"),
+    (given(2, scale=[1]), "scale"),
+    (given(2, key_mask=AT), "key_mask"),
+    (lambda: attend(qkv()[0][0], *qkv()[1:], patterns()[2]), "q must"),
     *((lambda n=n: in_place(n), "(first|ids|table) was changed in place after its") for n in range(4)),
 ]
 
 
 @pytest.mark.parametrize(("make", "text"), WRONG)
 def test_what_is_wrong_is_refused_by_name(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(InvalidInput, match=text):
-        attend(*qkv(), make())
+    for _ in range(2):  # then calls of each form have a route
+        with pytest.raises(InvalidInput, match=text):
+            attend(*qkv(), make())
+        for each in patterns():
+            attend(*qkv(), each)

@@ -145,6 +145,7 @@ def test_invalid_tensors_are_refused_after_a_hit(place: int, seen: Planted) -> N
     run(tensors)
     x = tensors[place]
     bad: list[Any] = [x[:, :8, :, :4], x.half(), x.to("meta"), x[0], x.tolist(), None, x.reshape(2, 8, 2, 8)]
+    bad += [x.to_sparse(), x.numpy()]
     for one in bad:
         with pytest.raises(InvalidInput):
             run([one if i == place else y for i, y in enumerate(tensors)])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import printed
+from tests.support import processes
 
-MODULE = ("-m", "tests.support.private_device")
+CODE = "import json, sys; from tests.support.private_device import main; print(json.dumps(main(*sys.argv[1:])))"
 SILICON = "elsewhere-made-up-1"
 
 
@@ -35,8 +35,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def task(device: str, store: Path, name: str, *arguments: str, **variables: str) -> tuple[str, Any]:
     """What a process prints that has this device, and what its task gives."""
-    text = printed(*MODULE, device, name, *arguments, ATTN_DISPATCH_CACHE_DIR=str(store), **variables)
-    return text, json.loads(text.splitlines()[-1])
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in {"ATTN_DISPATCH_CACHE_DIR": str(store), **variables}.items():
+            patch.setenv(variable, value)
+        done = processes.run(CODE, device, name, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")

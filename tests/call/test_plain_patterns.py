@@ -19,6 +19,7 @@ from attn_dispatch.spec.pattern import Pattern
 from tests.support.calls import close, formula
 from tests.support.graphs import aot, attended
 from tests.support.interpreted import INTERPRETED
+from tests.support.pairwise import thinned
 from tests.support.random_calls import PRIVATE
 
 SIDES = (None, 0, 1, 3, 8, 30)
@@ -205,7 +206,7 @@ def test_with_other_arguments(name: str, other: str) -> None:
     assert close(attend(q, k, v, pattern, **arguments), exact)
 
 
-@EVERY
+@thinned("name", PATTERNS, 3)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_in_graphs_and_transforms(name: str, decided: list[Pattern]) -> None:
     make, plain = PATTERNS[name]

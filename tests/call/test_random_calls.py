@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
@@ -21,21 +22,27 @@ from attn_dispatch.errors import AttnDispatchError, NoBackend
 from tests.support.interpreted import INTERPRETED
 from tests.support.random_calls import DTYPES, PRIVATE, failures, random_call, title
 
-CALLS = 25  #: of each backend
-SLOW = {"triton": 5, "triton_tiles": 5}  #: the same, in Triton's interpreter
+SLOW = ("triton", "triton_tiles")  #: in Triton's interpreter
 LONGEST = dict.fromkeys(SLOW, 14)  #: tokens
 INTERPRETED_DTYPES = (torch.float32, torch.float16)
 BACKENDS = ("native", "sdpa", "sdpa_float32", "sdpa_mask", "tiles", "flex", "manual", *SLOW)
-pytestmark = pytest.mark.usefixtures("triton_interpreter", "uncompiled_flex")
+pytestmark = pytest.mark.usefixtures("uncompiled_flex")
 
 
+def asked(request: pytest.FixtureRequest, of_examples: float) -> int:
+    """The number of calls, which `--random-problems` sets."""
+    return int(request.config.getoption("--random-problems") or settings().max_examples * of_examples)
+
+
+@pytest.mark.hypothesis
+@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_calls(backend: str, request: pytest.FixtureRequest, set_mode: Any) -> None:
-    """`--random-problems N`: N that the backend computes. A number is always the same call."""
+    """So many that the backend computes. A number is always the same call."""
     if backend in SLOW and not INTERPRETED:
         pytest.skip("Triton is not installed, or there is a GPU for it")
     set_mode("off")
-    count, computed = int(request.config.getoption("--random-problems") or SLOW.get(backend, CALLS)), 0
+    count, computed = asked(request, 0.2 if backend in SLOW else 1), 0
     for seed in range(20 * count):
         rng = Random(seed)
         call = random_call(rng, rng.choice(INTERPRETED_DTYPES if backend in SLOW else DTYPES), LONGEST.get(backend, 40))
@@ -134,12 +141,13 @@ def test_every_wrong_value_is_refused_by_name(kind: str, rows: int, set_mode: An
                     RUNS[kind]([*qkv[:index], other, *qkv[index + 1 :]], {"return_lse": True})
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_result_or_a_refusal_by_name(kind: str, request: pytest.FixtureRequest, set_mode: Any) -> None:
     """Of right and wrong arguments: no bare exception of Python or PyTorch."""
     set_mode("off")
-    computed = 0
-    for seed in range(int(request.config.getoption("--random-problems") or 4 * CALLS)):
+    count, computed = asked(request, 2), 0
+    for seed in range(count):
         rng = Random(seed)
         call, wrong = random_call(rng, rng.choice((torch.float32, torch.float64)), 9), dict[str, Any]()
         if rng.random() < 0.6:
@@ -154,7 +162,7 @@ def test_a_right_result_or_a_refusal_by_name(kind: str, request: pytest.FixtureR
             raise AssertionError(f"seed {seed}: {wrong} in {title(call)}") from error
         assert wrong or found == [], f"seed {seed}: {title(call)}"
         computed += not wrong
-    assert computed > CALLS / 2
+    assert computed > count / 8
 
 
 FAULTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -168,9 +176,9 @@ FAULTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_wrong_results_are_noticed(fault: str, set_mode: Any) -> None:
     set_mode("off")
-    noticed = 0
-    for seed in range(2 * CALLS):
+    count, noticed = 40, 0
+    for seed in range(count):
         call = random_call(Random(seed), torch.float32)
         call.options.pop("layout", None)
         noticed += bool(failures(call, lambda *qkv, **arguments: FAULTS[fault](*attend(*qkv, **arguments))))
-    assert noticed > CALLS / 8  # the others are empty, or have no gradients
+    assert noticed > count / 16  # the others are empty, or have no gradients

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_dispatch import Dense, Window, attend, explain, process_state
-from attn_dispatch.calls import packing, rewrites, routes, widths
+from attn_dispatch import Dense, attend, explain, process_state
+from attn_dispatch.calls import packing, rewrites, routes
 from attn_dispatch.decisions.call import Rewritten
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.registry import LAST_RESORT
@@ -50,24 +50,6 @@ def test_no_rewriter_changes_a_plain_call() -> None:
     assert [rewriter(PLAIN) for rewriter in rewrites.REWRITES] == [None] * len(rewrites.REWRITES)
 
 
-def test_shorthands() -> None:
-    call = one(rewrites.shorthands, segment_lengths=torch.tensor([4, 8]), dilation_rates=iter([1, 2]))
-    assert (call.segment_lengths, call.dilation_rates) == ((4, 8), (1, 2))
-
-
-def test_sink() -> None:
-    found = of(packing.sink, sink=SINK)
-    (call,) = found.calls
-    assert (call.sink, call.return_lse) == (None, True)
-    out = found.join([(torch.ones_like(Q), torch.zeros(2, HEADS, LENGTH))])  # one key of equal score: half of its value
-    assert torch.allclose(out, torch.tensor(0.5))
-
-
-def test_alignment() -> None:
-    call = one(widths.alignment, q=Q[:, :4], is_causal=True, alignment="upper_left")
-    assert (call.alignment, call.pattern, call.is_causal, call.k.shape[1]) == ("lower_right", Window(None, 0), False, 4)
-
-
 def test_key_lens() -> None:
     found = of(packing.key_lens, q=Q[:, :1], key_lens=torch.tensor([9, 16]))
     assert [each.k.shape[:2] for each in found.calls] == [(1, 9), (1, 16)]
@@ -80,14 +62,6 @@ def test_as_operator() -> None:
         assert found is not None
         assert found.calls == []
         assert torch.allclose(found.join([]), attend(Q, K, V))
-
-
-def test_widths() -> None:
-    found = of(widths.widths, v=V[..., :3])
-    (call,) = found.calls
-    assert call.v.shape == V.shape
-    assert call.scale == Q.shape[-1] ** -0.5
-    assert found.join([Q]).shape[-1] == 3
 
 
 def test_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +83,6 @@ def test_in_transforms() -> None:
     transforms: Any = torch.func
     transforms.jvp(function, (Q,), (Q,))
     assert backends == [LAST_RESORT]
-
-
-def test_empty() -> None:
-    found = of(widths.empty, q=Q[:, :0])
-    assert found.calls == []
-    assert found.join([]).shape == (2, 0, *Q.shape[2:])
 
 
 def test_a_route_serves_direct_and_rewritten_calls() -> None:

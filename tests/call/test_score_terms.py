@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,6 +38,16 @@ from tests.support.score_terms import (
 pytestmark = pytest.mark.usefixtures("no_trials", "triton_interpreter")
 
 BACKENDS = ("manual", "sdpa_mask", "native", "flex", *["triton"] * INTERPRETED)
+
+
+def with_each(names: str, rows: Iterable[Any]) -> pytest.MarkDecorator:
+    """Of backends and these rows; of Triton's interpreter, which is slow, every run takes the first row."""
+    every = [
+        pytest.param(backend, *row, marks=[pytest.mark.full] * (backend == "triton" and number > 0))
+        for number, row in enumerate(rows)
+        for backend in BACKENDS
+    ]
+    return pytest.mark.parametrize(("backend", *names.split()), every)
 
 
 # --- every backend ----------------------------------------------------------------------------------------------------
@@ -96,25 +107,6 @@ def test_a_plugin_that_does_not_declare_them_is_not_asked(
 # --- with everything else ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-@thinned("name", TERMS, 3)
-def test_second_derivatives(name: str) -> None:
-    q, k, v = (x[:1, :4, :, :3].detach().requires_grad_() for x in tensors())
-    given = {key: x[:1, :, :4, :4] if key == "bias" else x for key, x in terms(name).items()}
-    if given.get("alibi_slopes") is not None:
-        given["alibi_slopes"] = given["alibi_slopes"].view(-1, HEADS)[0]
-    if "bias" in given:
-        given["bias"] = given["bias"].detach().nan_to_num(neginf=-1.0).requires_grad_()
-    names = [key for key in ("bias",) if key in given]
-
-    def call(*inputs: Any) -> Any:
-        return attend(*inputs[:3], backend="manual", **{**given, **dict(zip(names, inputs[3:]))})
-
-    inputs = (q, k, v, *(given[key] for key in names))
-    assert torch.autograd.gradcheck(call, inputs)
-    assert torch.autograd.gradgradcheck(call, inputs)
-
-
 def test_a_bias_changed_in_place_before_the_backward_pass() -> None:
     for backend in ("manual", "native", *["triton"] * INTERPRETED):
         q, k, v = tensors(torch.float32)
@@ -141,8 +133,7 @@ def test_autocast_leaves_the_terms_as_they_are(name: str) -> None:
 # --- what hides keys together, and the largest biases -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("by", ["causal", "seq_lens", "key_mask"])
+@with_each("by", [["causal"], ["seq_lens"], ["key_mask"]])
 def test_what_a_bias_hides_together_with_others(backend: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last key is seen by the last query alone, from which the bias hides it."""
     monkeypatch.setattr(attention, "compiling", False)
@@ -165,8 +156,7 @@ def test_what_a_bias_hides_together_with_others(backend: str, by: str, monkeypat
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.square().sum(), (q, k, v)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@with_each("dtype", [[torch.float32], [torch.float64]])
 def test_biases_of_the_largest_numbers(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """finfo.min hides keys beside others, and a row of it alone is a mean. NaN in hidden entries does not matter."""
     monkeypatch.setattr(attention, "compiling", False)
@@ -184,9 +174,7 @@ def test_biases_of_the_largest_numbers(backend: str, dtype: torch.dtype, monkeyp
     assert close(out[:, 7], mean.double())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("queries", [LENGTH, 2])
+@with_each("queries dtype", product([2, LENGTH], [torch.float32, torch.bfloat16]))
 def test_nan_in_a_bias(backend: str, dtype: torch.dtype, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an entry that is seen it reaches out, lse and dq of its query, in every dtype; in a hidden one nothing."""
     monkeypatch.setattr(attention, "compiling", False)
@@ -234,36 +222,27 @@ def test_compiled(name: str) -> None:
     assert agree(torch.autograd.grad(loss, inputs), torch.autograd.grad(target, inputs), 1e-8)
 
 
-@pytest.mark.parametrize("mapped", ["alone", "with bias", "with a shared bias", "with slopes"])
-def test_vmap_and_grad(mapped: str) -> None:
-    examples = [tensors(q_len=LENGTH + each, k_len=LENGTH) for each in (0, 0, 0)]
-    q, k, v = (torch.stack([each[i].detach() for each in examples]) for i in range(3))
-    rows = 1 if mapped == "with a shared bias" else BATCH
-    bias = torch.randn(3, rows, HEADS, LENGTH, LENGTH, dtype=torch.float64)
-    slopes = torch.rand(3, HEADS)
-    in_dims = (
-        0,
-        0,
-        0,
-        0 if mapped.startswith("with ") and "bias" in mapped else None,
-        0 if "slopes" in mapped else None,
-    )
-    each_bias = bias if in_dims[3] == 0 else bias[0]
-    each_slopes = slopes if in_dims[4] == 0 else slopes[0]
+@pytest.mark.parametrize(
+    ("of_bias", "of_slopes", "rows"),
+    [(None, None, BATCH), (0, None, BATCH), (0, None, 1), (None, 0, BATCH)],
+    ids=["alone", "with bias", "with a shared bias", "with slopes"],
+)
+def test_vmap_and_grad(of_bias: int | None, of_slopes: int | None, rows: int) -> None:
+    q, k, v = (torch.stack([x.detach().roll(n, 1) for n in range(3)]) for x in tensors())
+    bias, slopes = torch.randn(3, rows, HEADS, LENGTH, LENGTH, dtype=torch.float64), torch.rand(3, HEADS)
+    in_dims = (0, 0, 0, of_bias, of_slopes)
+    given = (q, k, v, bias[0] if of_bias is None else bias, slopes[0] if of_slopes is None else slopes)
 
     def loss(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor) -> Tensor:
         out: Tensor = attend(q, k, v, bias=bias, alibi_slopes=slopes)
         return out.square().sum()
 
-    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)), in_dims=in_dims)(
-        q, k, v, each_bias, each_slopes
-    )
+    found = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)), in_dims=in_dims)(*given)
     for number in range(3):
-        own = [x[number].detach().requires_grad_() for x in (q, k, v)]
-        own_bias = (each_bias[number] if in_dims[3] == 0 else each_bias).detach().requires_grad_()
-        own_slopes = each_slopes[number] if in_dims[4] == 0 else each_slopes
-        out, _ = expected(own[0], own[1], own[2], Dense(), bias=own_bias, alibi_slopes=own_slopes)
-        exact = torch.autograd.grad(out.square().sum(), [*own, own_bias])
+        *own, own_slopes = (x if axis is None else x[number] for x, axis in zip(given, in_dims))
+        own = [x.clone().requires_grad_() for x in own]
+        out, _ = expected(own[0], own[1], own[2], Dense(), bias=own[3], alibi_slopes=own_slopes)
+        exact = torch.autograd.grad(out.square().sum(), own)
         assert agree([x[number] for x in found], exact, 1e-8)
 
 

@@ -21,7 +21,7 @@ from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support import ring_ranks
-from tests.support.calls import close, formula, qkv
+from tests.support.calls import close, drawn, formula, qkv
 from tests.support.pairwise import crossed, parameters, thinned
 from tests.support.ring_calls import part
 from tests.support.ring_ranks import Ranks
@@ -85,20 +85,19 @@ def test_manual_has_them(pattern: Pattern, loss: str) -> None:
 
 
 def test_manual_has_them_by_finite_differences() -> None:
-    """Grouped heads, masks, dropout, and a query that sees no key."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, 5, heads, 2, dtype=torch.float64, generator=generator).requires_grad_() for heads in (4, 2, 2)
-    )
-    key_mask = torch.tensor([[True, True, False, True, True], [False] * 5])
+    """Grouped heads, masks, terms of the scores, dropout, and a query that sees no key."""
+    shapes = ((2, 5, 4, 2), (2, 5, 2, 2), (2, 5, 2, 2), (1, 4, 5, 5))
+    inputs = [drawn(*shape, seed=n, dtype=torch.float64).requires_grad_() for n, shape in enumerate(shapes)]
+    given: dict[str, Any] = {"seq_lens": torch.tensor([4, 5]), "softcap": 3.0, "alibi_slopes": torch.rand(2, 4)}
+    given["key_mask"] = torch.tensor([[True, True, False, True, True], [False] * 5])
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         torch.manual_seed(0)
-        options: dict[str, Any] = {"key_mask": key_mask, "seq_lens": torch.tensor([4, 5]), "dropout_p": 0.3}
-        found: Tensor = attend(q, k, v, Window(2, 1), backend="manual", **options)
+        found: Tensor = attend(q, k, v, Window(2, 1), bias=bias, dropout_p=0.3, backend="manual", **given)
         return found
 
-    assert torch.autograd.gradgradcheck(run, (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
 
 
 @pytest.mark.usefixtures("uncompiled_flex")

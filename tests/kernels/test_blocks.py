@@ -53,18 +53,6 @@ def taken(pattern: Pattern, q_len: int, k_len: int) -> bool:
     return q_len == k_len or isinstance(pattern, Dense | Window)
 
 
-@crossed(
-    lambda case, size: {**factors_of(case), "size": size},
-    case=[case for case in CASES if taken(case.pattern, case.shape[1], case.k_len or case.shape[1])],
-    size=(4, 16, 128),
-)
-def test_cases(case: Case, size: int) -> None:
-    _, q_len, heads, _ = case.shape
-    k_len = case.k_len or q_len
-    for pattern in (case.pattern, case.pattern.simplify(q_len, k_len, heads)):
-        check(pattern, q_len, k_len, heads, size)
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Pattern, int, int]:
     q_len = draw(st.integers(1, 90))
@@ -75,7 +63,8 @@ def layouts(draw: st.DrawFn) -> tuple[Pattern, int, int]:
 @given(layouts(), st.integers(1, 5), st.sampled_from([1, 2, 4, 8, 16]))
 def test_random_patterns(drawn: tuple[Pattern, int, int], heads: int, size: int) -> None:
     pattern, q_len, k_len = drawn
-    check(pattern, q_len, k_len, heads, size)
+    for each in (pattern, pattern.simplify(q_len, k_len, heads)):
+        check(each, q_len, k_len, heads, size)
 
 
 def test_sparse_patterns_have_few_blocks() -> None:
@@ -140,27 +129,9 @@ def test_blocks_of_tables(q_len: int, k_len: int, side: tuple[int, int], size: i
         assert torch.equal(found.full[row], exact.full)
 
 
-def test_what_is_derived_of_a_list_is_of_its_pattern() -> None:
-    """Not of all patterns of the caller's tensor, which may have another size or window."""
-    lists = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
-    for number, pattern in enumerate([data.Blocks(lists, 4), data.Blocks(lists, 4, Window(0, 0))]):
-        assert data.derived(pattern.data, "number", lambda number=number: number) == number  # type: ignore[misc]
-
-
 def test_distinct_heads() -> None:
     """With a rate above the block size, or with heads="split", heads have different empty blocks."""
     assert distinct_heads(Dilated((1024,), (128,)), 8, 128) == 1
     assert distinct_heads(Dilated((1024,), (256,)), 8, 128) == 8
     assert distinct_heads(Dilated((64, 1024), (1, 2), heads="split"), 8, 128) == 8
     assert distinct_heads(Window(3, 0), 8, 128) == 1
-
-
-def test_other_patterns() -> None:
-    class Own(Pattern):
-        def _counts(self, *arguments: object, **options: object) -> Tensor:
-            raise AssertionError
-
-    with pytest.raises(TypeError, match="no arithmetic for"):
-        multiplicity_function(Own(), 4, 4, 1)
-    with pytest.raises(TypeError, match="no normal form of"):
-        blocks_of(Own(), 4, 4, 1, 2)

@@ -64,9 +64,10 @@ def patterns() -> dict[str, DataPattern]:
 
 PATTERNS = patterns()
 EVERY = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+both = pytest.mark.usefixtures("_kept_masks")
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["masks", "computed"])
+@pytest.fixture(params=[True, False], ids=["masks", "computed"])
 def _kept_masks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if request.param else 0)
     monkeypatch.setattr("attn_dispatch.spec.data._kept", None)  # of the other masks
@@ -84,6 +85,7 @@ def multiplicity(pattern: DataPattern) -> Tensor:
     return found if found.ndim == 4 else found[None]
 
 
+@both
 @EVERY
 def test_tables_match_the_multiplicity(pattern: DataPattern) -> None:
     for tile in (4, 8, 16):
@@ -96,6 +98,7 @@ def test_tables_match_the_multiplicity(pattern: DataPattern) -> None:
                 assert all(torch.equal(found, expected[head]) for head in table.heads)
 
 
+@both
 @EVERY
 def test_lists_match_the_multiplicity(pattern: DataPattern) -> None:
     lists, expected = data_lists_of(problem(pattern), pattern.data, 16), multiplicity(pattern)
@@ -105,6 +108,7 @@ def test_lists_match_the_multiplicity(pattern: DataPattern) -> None:
             assert torch.equal(found, row)
 
 
+@both
 @EVERY
 def test_declared_bytes_and_pairs(pattern: DataPattern) -> None:
     asked = problem(pattern)
@@ -139,6 +143,7 @@ def failures(module: Any, pattern: DataPattern, tile: int, **terms: Any) -> tupl
     return expected.check(expected.run(Tiled("natural", tile, module))).failures
 
 
+@both
 @EVERY
 def test_results_of_tiles(pattern: DataPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_dispatch.kernels.tiles.run.CHUNK_BYTES", 2**14)
@@ -146,12 +151,14 @@ def test_results_of_tiles(pattern: DataPattern, monkeypatch: pytest.MonkeyPatch)
     assert failures(tiles, pattern, 32, has_key_mask=True, dtype=torch.bfloat16) == ()
 
 
+@both
 @interpreted
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "odd-by-key-head-and-row" else pytest.mark.full) for name in PATTERNS],
 )
+@pytest.mark.parametrize("_kept_masks", [pytest.param(True, marks=pytest.mark.full), False], indirect=True)
 def test_results_of_triton(name: str) -> None:
     terms = TERMS["bias" if "listed" in name else "softcap"]
     assert failures(triton_tiles, PATTERNS[name], 64, has_key_mask="by" in name, **terms) == ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from attn_dispatch.ring.engine.parts import SOLVERS
 from attn_dispatch.spec.pattern import Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.shapes import problem_of
 from tests.support.interpreted import INTERPRETED
-from tests.support.pairwise import thinned
 from tests.support.random_calls import LAYOUTS
 
 PRIVATE: Any = torch  #: for names that type checkers do not know
@@ -182,21 +180,6 @@ def test_the_backward_pass_of_a_part_takes_results_in_any_layout(backend: str, l
         found.append(passes.backward(tensors.pop("grad"), tensors.pop("grad_lse"), tuple(tensors.values())))
     for unusual, expected in zip(*found, strict=True):
         torch.testing.assert_close(unusual, expected)
-
-
-@thinned(("name", "layout"), product(("documents", "cu_seqlens", "key_lens", "sink"), LAYOUTS), 3)
-def test_other_tensors_in_any_layout(name: str, layout: str) -> None:
-    values = {
-        "documents": torch.tensor([0] * 5 + [1] * 11).expand(3, 16).clone(),
-        "cu_seqlens": torch.tensor([0, 5, 9, 16]),
-        "key_lens": torch.tensor([16, 9, 12]),
-        "sink": torch.tensor([0.5, -1.0]),
-    }
-    if (name, layout) == ("cu_seqlens", "expanded"):
-        pytest.skip("starts of documents rise: they cannot be one number")
-    x = torch.randn(1 if name == "cu_seqlens" else 3, 16, 2, 16)
-    unusual, expected = (attend(x, x, x, **tensors) for tensors in laid_out(layout, {name: values[name]}))
-    assert torch.equal(unusual, expected)
 
 
 def test_flex_compiles_for_no_views_of_negative_values() -> None:

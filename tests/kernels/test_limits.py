@@ -193,6 +193,15 @@ REASONS: list[tuple[str, tuple[int, int], Problem, list[str]]] = [
     ("sdpa", HOPPER, problem_of(F16, Window(3, 0)), ["computes Dense, Dilated, not Window(left=3, right=0)"]),
     ("sdpa", HOPPER, problem_of(has_key_mask=True), ["takes no mask, which seq_lens and key_mask need"]),
     (
+        *("sdpa", HOPPER, problem_of(F32, has_seq_lens=True)),
+        [
+            "flash: computes in bfloat16, float16, not float32",
+            "takes no mask, which seq_lens and key_mask need",
+        ],
+    ),
+    ("sdpa_efficient", HOPPER, problem_of(has_key_mask=True), []),
+    ("sdpa_efficient", HOPPER, problem_of(F32, has_seq_lens=True), []),
+    (
         *("sdpa_efficient", (8, 9), problem_of(head_dim=192, return_lse=True)),
         [f"sdpa runs this kernel here, since PyTorch's flash kernel has no backward pass for a head_dim of 193 {GAP}"],
     ),
@@ -387,16 +396,6 @@ def test_refusals_of_installed_packages_come_first(monkeypatch: pytest.MonkeyPat
         "three: takes a head_dim up to 48, not 64",
     ]
     assert Branched("", (*variants, of_package(None))).refusals(on_cpu(F32)) == []
-
-
-@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
-@pytest.mark.parametrize("mask", ["key_mask", "seq_lens"])
-def test_masked_keys_on_cuda(dtype: torch.dtype, mask: str, device: Callable[..., None]) -> None:
-    """`sdpa` leaves them to the kernel that takes a bias, whichever kernel it would run."""
-    device(HOPPER)
-    problem = problem_of(dtype, has_key_mask=mask == "key_mask", has_seq_lens=mask == "seq_lens")
-    assert texts("sdpa_efficient", problem) == []
-    assert "takes no mask" in texts("sdpa", problem)[-1]
 
 
 @pytest.mark.parametrize(

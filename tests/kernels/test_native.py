@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
+from tests.support import processes
 from tests.support.calls import forget_native_library, setting
 from tests.support.cases import gate
 from tests.support.pairwise import crossed
@@ -116,7 +118,7 @@ def test_more_than_one_block_of_keys(case: Case, dtype: torch.dtype, head_dim: i
 )
 def test_keys_that_are_fetched_a_block_ahead(pattern: Pattern, dtype: torch.dtype) -> None:
     """Where a head's keys and values are more than NEAR_BYTES of attention/vectors.h."""
-    problem = Case("", pattern, (1, 280, 2, 2056), kv_heads=1).problem(dtype, needs_grad=True)
+    problem = Case("", pattern, (1, 70, 2, 2056), k_len=280, kv_heads=1).problem(dtype, needs_grad=True)
     assert 2 * problem.k_len * problem.head_dim * dtype.itemsize > 2 << 20
     expected = gate(problem)
     assert expected.check(expected.run(NATIVE)).failures == ()
@@ -209,29 +211,41 @@ def test_the_library_goes_with_the_decisions(copying_compiler: Path, monkeypatch
     assert library._found() == (kept if owner == 0 else None)
 
 
-@pytest.mark.usefixtures("short_trials")
-def test_a_compiler_that_fails(copying_compiler: Path) -> None:
-    """It is asked once in a process: then the backend is refused, unless a library of the package can run."""
-    cxx, package = copying_compiler.parents[1] / "c++", copying_compiler.parents[1] / VARIANTS[-1].file
-    shutil.copy(library.load()._name, copying_compiler.parents[1] / "kept.so")
-    broken = "#!/bin/sh\necho $* >> \"$0.log\"\necho 'attention.cpp:1: error: no such flag' >&2\nexit 1\n"
-    x, why = torch.ones(1, 2, 1, 4), re.escape(f"{cxx} failed: attention.cpp:1: error: no such flag")
-    shutil.rmtree(copying_compiler)
-    Path(f"{cxx}.log").unlink()
-    cxx.write_text(broken)
-    forget_native_library()
+def called_without_it(why: str) -> None:
+    """Calls by name are refused, others run."""
+    x = torch.ones(1, 3, 1, 4)
     for length in (2, 2, 3):
         with pytest.raises((BackendFailed, NoBackend), match=why):
             attend(x[:, :length], x[:, :length], x[:, :length], backend="native")
-    assert attend(x, x, x).sum() == 8
-    assert len(Path(f"{cxx}.log").read_text().splitlines()) == 1
+    assert attend(x, x, x).sum() == 12
+
+
+def examined_without_it(why: str) -> dict[str, Any]:
+    """What doctor tells in a process that has run nothing."""
     forget_native_library()
     report = machine.examined()
     (row,) = (each for each in report["backends"] if each["name"] == "native")
-    assert (row["usable"], row["version"]) == (False, None)
+    assert not row["usable"]
     assert all(re.search(why, text) for text in (row["reason"], report["native"]))
-    (copying_compiler.parents[1] / "kept.so").rename(package)
+    return dict(row)
+
+
+@pytest.mark.usefixtures("short_trials")
+def test_a_compiler_that_fails(copying_compiler: Path) -> None:
+    """It is asked once in a process: then the backend is refused, unless a library of the package can run."""
+    folder = copying_compiler.parents[1]
+    cxx, log, package = folder / "c++", folder / "c++.log", folder / VARIANTS[-1].file
+    shutil.copy(library.load()._name, folder / "kept.so")
+    shutil.rmtree(copying_compiler)
+    log.unlink()
+    cxx.write_text("#!/bin/sh\necho $* >> \"$0.log\"\necho 'attention.cpp:1: error: no such flag' >&2\nexit 1\n")
     forget_native_library()
+    called_without_it(why := re.escape(f"{cxx} failed: attention.cpp:1: error: no such flag"))
+    assert len(log.read_text().splitlines()) == 1
+    assert examined_without_it(why)["version"] is None
+    (folder / "kept.so").rename(package)
+    forget_native_library()
+    x = torch.ones(1, 2, 1, 4)
     assert attend(x, x, x, backend="native").sum() == 8
     assert library.load()._name == str(package)
     assert library.in_use().startswith(f"the package's library for {VARIANTS[-1].name}")
@@ -248,11 +262,10 @@ echo 'extern "C" void missing(); void calls() { missing(); }' | g++ -shared -fPI
 @pytest.mark.usefixtures("short_trials")
 @pytest.mark.parametrize("made_by", ["compiler", "package"])
 def test_a_library_that_cannot_be_loaded(
-    made_by: str, copying_compiler: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made_by: str, copying_compiler: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    """One WARNING says why, and so does doctor, in a process that has run nothing too."""
-    cxx = copying_compiler.parents[1] / "c++"
-    why = "undefined symbol: missing"
+    """Warnings say why, each once."""
+    cxx, why = copying_compiler.parents[1] / "c++", "undefined symbol: missing"
     cxx.write_text(USELESS)
     if made_by == "package":
         for variant in VARIANTS:
@@ -261,38 +274,23 @@ def test_a_library_that_cannot_be_loaded(
         monkeypatch.setenv("CXX", "no-such-compiler")
     (log := Path(f"{cxx}.log")).unlink(missing_ok=True)
     forget_native_library()
-    x = torch.ones(1, 2, 1, 4)
-    for _ in range(2):
-        with pytest.raises((BackendFailed, NoBackend), match=why):
-            attend(x, x, x, backend="native")
-    assert attend(x, x, x).sum() == 8
-    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert all(re.search(why, text) for text in warned)
-    assert len(warned) == len(set(warned)) > 0
+    called_without_it(why)
+    assert all(re.search(why, text) for text in warnings())
+    assert len(warnings()) == len(set(warnings())) > 0
     assert log.exists() == (made_by == "compiler")
     assert made_by == "package" or log.read_text().count("attention.cpp") == 1
-    forget_native_library()
-    report = machine.examined()
-    (row,) = (each for each in report["backends"] if each["name"] == "native")
-    assert not row["usable"]
-    assert all(re.search(why, text) for text in (row["reason"], report["native"]))
+    examined_without_it(why)
 
 
 # --- torch state around a call ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_changed_default_dtype(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, torch.device("meta")], ids=str)
+def test_changed_defaults(default: Any) -> None:
     expected = gate(Case("", Dilated((16, 32), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
-    with setting(torch.get_default_dtype, torch.set_default_dtype, dtype):
-        found = expected.run(NATIVE)
-    assert expected.check(found).failures == ()
-
-
-def test_a_changed_default_device() -> None:
-    expected = gate(Case("", Dilated((17, 33), (1, 2)), (1, 50, 2, 8)).problem(torch.float32, needs_grad=True))
     _made_once.cache_clear()
-    with torch.device("meta"):
+    is_dtype = isinstance(default, torch.dtype)
+    with setting(torch.get_default_dtype, torch.set_default_dtype, default) if is_dtype else default:
         found = expected.run(NATIVE)
     assert expected.check(found).failures == ()
     nowhere = torch.empty(1, 8, 3, 4, device="meta")
@@ -357,3 +355,47 @@ def test_the_library_is_compiled_by_a_launcher(copying_compiler: Path, monkeypat
     monkeypatch.setenv("CXX", f"{ccache} {cxx}")
     assert found_before_and_after_a_call()[0] is None
     assert set(Path(f"{ccache}.log").read_text().split()) == {str(cxx)}
+
+
+# --- where no memory is left for its threads --------------------------------------------------------------------------
+
+
+SHORT_OF_MEMORY = """
+import ctypes, resource
+import torch
+from attn_dispatch.kernels.native import library, run
+from attn_dispatch.spec.pattern import Dense
+from attn_dispatch.testing.cases import Case
+problem = Case("", Dense(), (1, 40, 2, 8)).problem(torch.float32, needs_grad=False)
+made = library.Args.from_buffer_copy(run.forward_arguments(problem, 2).args)
+made.head_dim, kernels = 2**30, library.load()
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**30,) * 2)
+print(kernels.attention_forward(ctypes.byref(made)), kernels.attention_backward(ctypes.byref(made)))
+"""
+
+
+def test_a_thread_without_memory_computes_nothing() -> None:
+    assert processes.run(SHORT_OF_MEMORY).stdout.split() == ["1", "1"]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_no_memory_for_the_kernel_is_an_error(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Case("", Dense(), (1, 40, 2, 8)).problem(torch.float32, needs_grad=needs_grad)
+    example = make(problem)
+
+    class Short:
+        def attention_forward(self, given: Any) -> int:
+            return 0 if needs_grad else 1
+
+        def attention_backward(self, given: Any) -> int:
+            return 1
+
+        class attention_forward_on:  # noqa: N801 - as ctypes' functions, which have attributes
+            def __new__(cls, *given: Any) -> Any:
+                return 1
+
+    monkeypatch.setattr(library, "load", Short)
+    call = example.call(registry.load("native"))
+    with pytest.raises(MemoryError, match="no memory is left"):
+        call()

@@ -37,8 +37,9 @@ SHAPES = [
 ]
 
 
-def asked(pattern: Neighborhood, dtype: torch.dtype = torch.float32, **more: Any) -> Problem:
-    case = Case("", pattern, (2, math.prod(pattern.grid), 4, 24), kv_heads=2, **more)
+def asked(pattern: Neighborhood, dtype: torch.dtype = torch.float32, stored: str = "", **more: Any) -> Problem:
+    given = Reordered(pattern, stored) if stored else pattern
+    case = Case("", given, (2, math.prod(pattern.grid), 4, 24), kv_heads=2, **more)
     return case.problem(dtype, needs_grad=True)
 
 
@@ -86,10 +87,11 @@ def test_lists_fit_their_declared_bytes(pattern: Neighborhood, order: str) -> No
     assert 2 * used <= native_table_bytes(asked(pattern), order)
 
 
-@crossed(pattern=SHAPES, order=ORDERS, dtype=run.DTYPES)
-def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
-    expected = gate(asked(pattern, dtype))
-    assert expected.check(expected.run(NATIVE, order)).failures == ()
+@crossed(pattern=SHAPES, order=ORDERS, dtype=run.DTYPES, stored=(False, True))
+def test_results_in_any_order(pattern: Neighborhood, order: str, dtype: torch.dtype, stored: bool) -> None:
+    """Nothing is permuted where tokens are stored in it: the lists hold rows of the tensors."""
+    expected = gate(asked(pattern, dtype, order if stored else ""))
+    assert expected.check(expected.run(NATIVE, "natural" if stored else order)).failures == ()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -99,16 +101,8 @@ def test_masks_in_any_order(order: str) -> None:
     assert expected.check(expected.run(NATIVE, order)).failures == ()
 
 
-@crossed(pattern=SHAPES, order=ORDERS, dtype=run.DTYPES)
-def test_reordered_tokens(pattern: Neighborhood, order: str, dtype: torch.dtype) -> None:
-    """Nothing is permuted: the lists hold rows of the tensors."""
-    case = Case("", Reordered(pattern, order), (2, math.prod(pattern.grid), 4, 24), kv_heads=2)
-    expected = gate(case.problem(dtype, needs_grad=True))
-    assert expected.check(expected.run(NATIVE)).failures == ()
-
-
 def test_offered_orders() -> None:
-    reordered = replace(asked(SHAPES[0]), pattern=Reordered(SHAPES[0], "hilbert"))
+    reordered = asked(SHAPES[0], stored="hilbert")
     assert native.refusals(reordered) == []
     assert native.orders(reordered) == ("natural",)
     other = replace(asked(SHAPES[0]), pattern=Reordered(Dilated((64,), (2,)), "residue"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,12 +26,14 @@ from attn_dispatch.kernels.triton.work_list import (
     _row_groups_of,
     covers,
     heads_in_turn,
+    key_parts,
     largest_row_group,
     work_list_bytes,
     work_list_of,
 )
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
@@ -103,7 +105,6 @@ def listed_multiplicity(work: WorkList, problem: Problem, side: Side) -> Tensor:
     return found
 
 
-@settings(max_examples=80)
 @given(problems(), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
 def test_work_lists_match_the_multiplicity(problem: Problem, side: Side, block: int) -> None:
     work = work_list_of(problem, side, block)
@@ -115,7 +116,6 @@ def test_work_lists_match_the_multiplicity(problem: Problem, side: Side, block: 
     )
 
 
-@settings(max_examples=50)
 @given(problems(), st.sampled_from(SIDES))
 def test_every_row_is_in_at_most_one_tile(problem: Problem, side: Side) -> None:
     work = work_list_of(problem, side, 8)
@@ -169,7 +169,6 @@ def test_the_default_device_is_not_that_of_lists(pattern: Pattern) -> None:
     assert found[0] == found[1] == lists()
 
 
-@settings(max_examples=30)
 @given(problems(), st.sampled_from(SIDES))
 def test_longest_first_reorders_the_tiles_of_each_kind(problem: Problem, side: Side) -> None:
     work = work_list_of(problem, side, 4)
@@ -300,13 +299,13 @@ def test_results_are_deterministic() -> None:
 
 
 SEVERAL = (
-    Case("window", Window(20, 9), (1, 70, 2, 16), kv_heads=1, key_mask=True),
-    Case("causal", Dense(is_causal=True), (1, 70, 2, 16), kv_heads=1),
-    Case("causal-ahead", Dense(is_causal=True), (1, 40, 2, 16), k_len=70),
-    Case("sinks", Window(9, 3, 20), (1, 70, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
-    Case("rows-without-keys", Window(2, 0), (1, 40, 2, 16), k_len=20),
-    Case("longnet", Dilated((32, 64), (1, 2), True), (1, 50, 4, 16), kv_heads=2, key_mask=True, seq_lens=True),
-    Case("uncovered", Dilated((40,), (2,), offsets="block"), (1, 70, 2, 16)),
+    Case("window", Window(20, 9), (1, 40, 2, 16), kv_heads=1, key_mask=True),
+    Case("causal", Dense(is_causal=True), (1, 40, 2, 16), kv_heads=1),
+    Case("causal-ahead", Dense(is_causal=True), (1, 34, 1, 16), k_len=50),
+    Case("sinks", Window(9, 3, 20), (1, 40, 2, 16), kv_heads=1, key_mask=True, seq_lens=True),
+    Case("rows-without-keys", Window(2, 0), (1, 40, 1, 16), k_len=20),
+    Case("longnet", Dilated((20, 40), (1, 2), True), (1, 45, 2, 16), kv_heads=1, key_mask=True, seq_lens=True),
+    Case("uncovered", Dilated((70,), (2,), offsets="block"), (1, 75, 1, 16)),
 )
 
 
@@ -340,3 +339,104 @@ def test_wide_offsets_change_nothing(backend: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(support, "needs_wide_offsets", lambda tensors: True)
     wide = gate.run(adapted(backend))
     assert all(torch.equal(wide[name], narrow[name]) for name in narrow)
+
+
+# --- few queries at the end of many keys, which are read in parts -----------------------------------------------------
+
+
+FEW = (
+    Case("one", Dense(is_causal=True), (1, 1, 4, 16), k_len=100, kv_heads=1),
+    Case("some", Dense(is_causal=True), (1, 5, 6, 24), k_len=333, kv_heads=2, scale=-0.3),
+    Case("all-keys", Dense(), (1, 3, 2, 16), k_len=100),
+    Case("masked", Dense(is_causal=True), (2, 2, 4, 16), k_len=120, kv_heads=1, key_mask=True),
+    Case("window", Window(70, 0), (1, 4, 4, 16), k_len=300, kv_heads=2),
+    Case("ahead", Window(None, 1), (1, 4, 4, 16), k_len=300, kv_heads=2),
+    Case("short", Window(3, 0), (1, 7, 2, 16), k_len=9),
+    Case("no-scale", Dense(), (1, 2, 2, 16), k_len=70, scale=0.0),
+    Case("17-lanes", Dense(is_causal=True), (1, 17, 2, 80), k_len=80, key_mask=True),
+    Case("16-lanes", Window(70, 0), (1, 4, 8, 80), k_len=200, kv_heads=2, key_mask=True),
+    Case("33-lanes", Window(100, None), (1, 11, 6, 16), k_len=333, kv_heads=2),
+    Case("64-lanes", Dense(is_causal=True), (1, 8, 16, 256), k_len=400, kv_heads=2, key_mask=True),
+    Case("1-lane", Dense(), (1, 1, 2, 256), k_len=90),
+)
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+@thinned(
+    ("case", "dtype", "terms", "needs_grad"),
+    zip(FEW, cycle((torch.float32, torch.float16, torch.float16)), cycle(TERMS), cycle((True, False, False))),
+    4,
+)
+def test_few_queries_in_parts(
+    case: Case, dtype: torch.dtype, terms: str, needs_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward pass is that of more queries."""
+    problem = replace(case.problem(dtype, needs_grad=needs_grad), **TERMS[terms])
+    parts = key_parts(problem)
+    assert parts is not None
+    assert parts.rows >= problem.heads // problem.kv_heads * problem.q_len
+    assert (parts.parts > 1) == (parts.end - parts.first > parts.rows)
+    gate = Oracle.of(make(problem))
+    found = gate.run(registry.load("triton"))
+    assert gate.check(found).failures == ()
+    rows = optional.problem_of_key_lens(registry.load("triton"), problem)
+    assert (rows is None) == bool(problem.bias or problem.alibi_axes)
+    assert rows is None or optional.key_lens_failures(registry.load("triton"), rows) == []
+    monkeypatch.setattr(support, "needs_wide_offsets", lambda tensors: True)
+    assert torch.equal(gate.run(registry.load("triton"))["out"], found["out"])
+
+
+@interpreted
+@pytest.mark.usefixtures("triton_interpreter")
+def test_slopes_count_from_the_end_of_a_row() -> None:
+    problem = replace(
+        Case("", Dense(True), (2, 2, 2, 16), k_len=70).problem(torch.float16, needs_grad=False), alibi_axes=1
+    )
+    whole, lens = make(problem), torch.full((2,), 50)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Problem, **given: torch.Tensor) -> Any:
+        return registry.load("triton").run(q, whole.k, whole.v, problem, key_lens=lens, **given)
+
+    part = replace(whole, problem=replace(problem, k_len=50), k=whole.k[:, :50], v=whole.v[:, :50])
+    oracle = Oracle.of(part)
+    assert oracle.check(oracle.run(adapted(SimpleNamespace(run=run)))).failures == ()
+
+
+def test_which_keys_are_read_in_parts() -> None:
+    def parts(pattern: Pattern, q_len: int, k_len: int, heads: int = 2, dtype: torch.dtype = torch.float16) -> Any:
+        case = Case("few", pattern, (1, q_len, heads, 16), k_len=k_len, kv_heads=2)
+        return key_parts(case.problem(dtype, needs_grad=False))
+
+    assert parts(Dense(), 65, 100) is None
+    assert parts(Dense(), 13, 100, heads=10) is None
+    assert parts(Dense(), 17, 100, dtype=torch.float32) is None
+    assert parts(Dense(), 4, 4) is None
+    assert parts(Dilated((16,), (2,)), 1, 100) is None
+    assert parts(Window(9, 0), 2, 100)[:2] == (89, 100)
+    assert parts(Window(None, 0), 2, 100)[:2] == (0, 100)
+    for k_len in range(2, 700, 7):
+        found = parts(Dense(), 1, k_len)
+        assert (found.parts - 1) * found.share < k_len <= found.parts * found.share
+        assert found.share % found.columns == 0
+
+
+#: Programs on 132 multiprocessors, by batch, q_len, heads, kv_heads, k_len and head_dim.
+PROGRAMS = {
+    (1, 1, 32, 8, 2**15, 128): 256,
+    (64, 1, 32, 8, 2**15, 128): 512,
+    (1, 8, 32, 4, 2**10, 256): 64,  # 64 keys a part: fewer would be less than it writes
+    (1, 1, 4, 4, 100, 64): 4,
+}
+
+
+def test_programs_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """About two for each multiprocessor, where there are keys enough."""
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    found = {}
+    for batch, q_len, heads, kv_heads, k_len, head_dim in PROGRAMS:
+        case = Case("decoding", Dense(is_causal=True), (batch, q_len, heads, head_dim), k_len=k_len, kv_heads=kv_heads)
+        parts = key_parts.__wrapped__(case.problem(torch.bfloat16, needs_grad=False, device="cuda:0"))
+        assert parts is not None
+        found[batch, q_len, heads, kv_heads, k_len, head_dim] = batch * kv_heads * parts.parts
+    assert found == PROGRAMS

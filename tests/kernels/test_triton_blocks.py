@@ -142,7 +142,8 @@ def test_the_version_changes_with_the_kernels(monkeypatch: pytest.MonkeyPatch, t
     support._digest.cache_clear()
 
 
-COMPILE = """
+COMPILED: dict[str, str] = {}
+COMPILED["triton"] = """
 from attn_dispatch.backends.triton import BACKWARD_KV, BACKWARD_Q, FORWARD
 from tests.support.compiling import compile_for
 
@@ -151,13 +152,55 @@ for each, capability in ((FORWARD, 80), (BACKWARD_Q, 90), (BACKWARD_KV, 80)):
     compile_for(each, capability, LISTS, -9 if each is FORWARD else None)
     compile_for(each, capability, LISTS, **dict.fromkeys(("SOFTCAP", "BIAS", "ALIBI"), True), ROWS=64, COLUMNS=32)
 """
+COMPILED["triton_tiles"] = """
+from attn_dispatch.backends.triton_tiles import BACKWARD_KV, BACKWARD_Q, FORWARD
+from tests.support.compiling import compile_for
+
+SUM = {"HEAD_DIM": 80, "BLOCK_D": 64, "REST_D": 16}
+CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, {}), (BACKWARD_Q, 90, 1, {}), (BACKWARD_KV, 90, 0, {}))
+CASES += ((FORWARD, 90, 0, SUM), (BACKWARD_Q, 80, 0, SUM), (BACKWARD_KV, 80, 0, SUM))
+CASES += ((FORWARD, 90, 1, {"BY_ROW": True}), (BACKWARD_KV, 80, 1, {"BY_ROW": True}), (BACKWARD_KV, 90, 2, {}))
+COMPUTED = "reach", "counts", "block_at"
+
+for each, capability, branches, more in CASES:
+    lists = "row_pos", "column_pos", "kind_of", "tiles", "runs", *(COMPUTED if branches else ["masks"])
+    compile_for(each, capability, lists, TILE=128, BRANCHES=branches, AXES=branches, **more)
+"""
+#: For every block size, in the shared memory that every device has.
+COMPILED["few queries"] = """
+from dataclasses import replace
+from itertools import cycle
+
+import torch
+
+from attn_dispatch.kernels.triton import few_queries
+from attn_dispatch.kernels.triton.support import Meta
+from tests.support.compiling import BYTES, LENGTHS, SUMS, TERMS, compile_alone
+
+SIZES = {(torch.bfloat16, 64): 128, (torch.bfloat16, 128): 64, (torch.bfloat16, 256): 32}
+SIZES |= {(torch.float32, 128): 32, (torch.float32, 256): 16}
+DEVICES = ((80, False, 64), (90, True, 32), (120, False, 64))
+for (capability, wide, rows), ((dtype, width), columns) in zip(cycle(DEVICES), SIZES.items()):
+    rows, columns = (16, columns) if dtype == torch.float32 else (rows, min(columns, 4096 // rows))
+    precision = "tf32x3" if dtype == torch.float32 and capability != 120 else "ieee"
+    meta = Meta(2, width, width, 0, rows, columns, PRECISION=precision, WIDE=wide)
+    x, strides, warps = torch.empty(1, dtype=dtype), (64, 32, 16, 1), 8 if rows > 32 else 4
+    lens = None if wide else LENGTHS
+    part = (x, x, x, SUMS, SUMS, SUMS, BYTES, lens), (*[strides] * 3, 2, 3, 5, 7, 9, 0, 9, -9, 0, TERMS), meta, warps, 2
+    join = (SUMS, SUMS, SUMS, x, SUMS), (2, 3, 7), meta, warps
+    for kernel, given in ((few_queries.part, part), (few_queries.join, join)):
+        made = compile_alone(kernel, capability, *given)
+        assert made.asm["cubin"]
+        assert made.metadata.shared <= 99 * 1024, (capability, dtype, width, made.metadata.shared)
+"""
 
 
 @compiled
 @pytest.mark.full
-def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", COMPILED.values(), ids=COMPILED)
+def test_kernels_compile_without_a_gpu(code: str, tmp_path: Path) -> None:
     """To machine code: the interpreter accepts code that the compiler rejects."""
-    run_alone(COMPILE, tmp_path)
+    run_alone(code, tmp_path)
 
 
 class Launched:

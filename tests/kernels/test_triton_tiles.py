@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from tests.kernels.test_tiles import ESTIMATED, PATTERNS, Tiled
 from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
 from tests.kernels.test_triton import TERMS, fake_gpu, interpreted, problem_of
 from tests.support.cases import gate
-from tests.support.compiling import compiled, run_alone
 
 NEIGHBORS = Neighborhood((64, 64), (13, 13))
 CUDA = replace(DENSE_ON_CUDA, pattern=NEIGHBORS)
@@ -209,26 +207,3 @@ def test_offered_orders_and_their_flops(monkeypatch: pytest.MonkeyPatch) -> None
     wide = replace(CUDA, pattern=Neighborhood((64, 64), (49, 49)))
     assert triton_tiles.tile_size(wide, "hilbert") == 128
     assert triton_tiles.flops(replace(CUDA, needs_grad=False)) * 9 == triton_tiles.flops(CUDA) * 2
-
-
-COMPILE = """
-from attn_dispatch.backends.triton_tiles import BACKWARD_KV, BACKWARD_Q, FORWARD
-from tests.support.compiling import compile_for
-
-SUM = {"HEAD_DIM": 80, "BLOCK_D": 64, "REST_D": 16}
-CASES = ((FORWARD, 80, 0, {}), (FORWARD, 90, 2, {}), (BACKWARD_Q, 90, 1, {}), (BACKWARD_KV, 90, 0, {}))
-CASES += ((FORWARD, 90, 0, SUM), (BACKWARD_Q, 80, 0, SUM), (BACKWARD_KV, 80, 0, SUM))
-CASES += ((FORWARD, 90, 1, {"BY_ROW": True}), (BACKWARD_KV, 80, 1, {"BY_ROW": True}), (BACKWARD_KV, 90, 2, {}))
-COMPUTED = "reach", "counts", "block_at"
-
-for each, capability, branches, more in CASES:
-    lists = "row_pos", "column_pos", "kind_of", "tiles", "runs", *(COMPUTED if branches else ["masks"])
-    compile_for(each, capability, lists, TILE=128, BRANCHES=branches, AXES=branches, **more)
-"""
-
-
-@compiled
-@pytest.mark.full
-def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
-    """To machine code: the interpreter accepts code that the compiler rejects."""
-    run_alone(COMPILE, tmp_path)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -179,7 +177,3 @@ def main(path: str, task: str, *arguments: str) -> object:
         return bool(conformance(arguments[0], problems(NAME)))
     decided = {f"{name}{way}": Call(CALLS[name], way).decided() for name, way in MEASURED}
     return {"calls": decided, "waits": here.waits(), "exit": cli(arguments)}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))

@@ -152,11 +152,14 @@ def test_what_the_backend_raises_is_passed_on() -> None:
     assert case.check(case.run(Planted(manual.run))).failures == ()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "more",
-    [{"bias": (1, 1)}, {"bias": (2, 4), "bias_needs_grad": True}, {"alibi_axes": 1}],
-    ids=lambda more: next(iter(more)),
+TERMS: list[dict[str, Any]] = [{"bias": (1, 1)}, {"bias": (2, 4), "bias_needs_grad": True}, {"alibi_axes": 1}]
+
+
+@thinned(
+    ("more", "dtype"),
+    [(TERMS[(n + turn) % 3], dtype) for n, dtype in enumerate(DTYPES) for turn in range(3)],
+    3,
+    ids=str,
 )
 def test_hugely_negative_rows(more: dict[str, Any], dtype: torch.dtype) -> None:
     """As where masks are the dtype's least number. The maximum of a row may not be looked for from some number on."""
