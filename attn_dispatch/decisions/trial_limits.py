@@ -86,8 +86,8 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 def on_cpu() -> AbstractContextManager[object]:
-    """The default device is the CPU. Nothing where it is the caller's, too: the context costs each operator microseconds
-    of Python, which would count as the candidates' time.
+    """The default device is the CPU. Nothing where it is so already: the context costs each operator microseconds of
+    Python, which would count as the candidates' time.
     """
     # By a new tensor: torch 2.6's get_default_device does not see `with torch.device(...)`, and fails once a default
     # device was set and taken back.
