@@ -14,6 +14,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import mask_runs
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
+    CACHE,
     LENGTH,
     PADDINGS,
     SHARED,
@@ -200,9 +201,9 @@ def test_a_prompt_in_two_parts(cached: str, asked: list[str]) -> None:
     for name, logits in parts.items():
         cache = None if cached == "dynamic" else static_cache(model)
         for start, end in ((0, 13), (13, LENGTH)):
-            part = {"input_ids": ids[:, start:end], "token_type_ids": types[:, :end], "past_key_values": cache}
+            part = {"input_ids": ids[:, start:end], "token_type_ids": types[:, :end], CACHE: cache}
             found = using(model, name)(**part, attention_mask=mask[:, :end], use_cache=True)
-            cache = found.past_key_values
+            cache = found[CACHE]
             logits.append(found.logits)
     expected, found = (torch.cat(logits, 1)[mask.bool()] for logits in parts.values())
     assert_close(found, expected)
@@ -249,8 +250,8 @@ def test_chunks_in_any_place(padding: str, asked: list[str]) -> None:
     parts, cache = list[Tensor](), None
     for start, end in ((0, 11), (11, LENGTH)):
         seen = None if mask is None else mask[:, :end]
-        found = model(ids[:, start:end], attention_mask=seen, past_key_values=cache, use_cache=True)
-        parts, cache = [*parts, found.logits], found.past_key_values
+        found = model(ids[:, start:end], attention_mask=seen, use_cache=True, **{CACHE: cache})
+        parts, cache = [*parts, found.logits], found[CACHE]
     kept = torch.ones_like(ids).bool() if mask is None else mask.bool()
     assert_close(torch.cat(parts, 1)[kept], whole[kept])
     assert len(of_data(asked)) == 1

@@ -12,6 +12,7 @@ import torch
 from attn_dispatch import dispatch
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
+    CACHE,
     DECODERS,
     REFERENCE,
     assert_close,
@@ -81,7 +82,7 @@ def test_the_same_tokens(name: str, how: str, asked: list[str]) -> None:
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
 def test_sliding_caches_are_passed(name: str, asked: list[str]) -> None:
     """They hold fewer keys than there are tokens."""
-    cache = generated(decoder(name), "attn_dispatch").past_key_values
+    cache = generated(decoder(name), "attn_dispatch")[CACHE]
     assert asked
     assert cache.layers[0].keys.shape[-2] < PROMPT + NEW - 1
 
@@ -93,7 +94,7 @@ def test_prefill_in_two_parts(name: str, asked: list[str]) -> None:
     whole = using(model, "sdpa")(input_ids=ids).logits
     asked.clear()
     first = using(model, "attn_dispatch")(input_ids=ids[:, :7], use_cache=True)
-    second = model(input_ids=ids[:, 7:], past_key_values=first.past_key_values, use_cache=True)
+    second = model(input_ids=ids[:, 7:], use_cache=True, **{CACHE: first[CACHE]})
     assert len(asked) == 4
     assert_close(torch.cat([first.logits, second.logits], 1), whole)
 

@@ -12,6 +12,7 @@ import torch
 from attn_dispatch.errors import InvalidInput
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
+    CACHE,
     DECODERS,
     LENGTH,
     OTHERS,
@@ -124,8 +125,8 @@ def test_dilated_by_the_config(asked: list[str]) -> None:
     for cache in (None, static_cache(model)):
         steps = []
         for at in range(LENGTH):
-            step = model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-            cache = step.past_key_values
+            step = model(input_ids=ids[:, at : at + 1], use_cache=True, **{CACHE: cache})
+            cache = step[CACHE]
             steps.append(step.logits)
         torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-6)
     mask = torch.ones_like(ids)

@@ -23,6 +23,8 @@ transformers: Any = pytest.importorskip(
 from attn_dispatch.integrations.attention_interface import asks_for_attention  # noqa: E402 - it imports transformers
 
 LENGTH = 20  #: tokens of each of two rows
+_RESULTS = transformers.modeling_outputs.CausalLMOutputWithPast.__annotations__
+CACHE = "cache" if "cache" in _RESULTS else "past_key_values"  #: among a model's arguments and results
 PADDINGS = ("none", "ones", "left", "right")
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
