@@ -72,7 +72,7 @@ LINES = {
     "testing": 910,
     "tuning": 3820,
 }
-BESIDE = {"tests": 38_900, "tools": 6400}  #: the same for the folders beside the package
+BESIDE = {"tests": 39_050, "tools": 6470}  #: the same for the folders beside the package
 PACKAGE = 40_140  #: lines of all rooms together; other systems and devices took 1,100
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
