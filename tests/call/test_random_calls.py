@@ -23,7 +23,7 @@ from tests.support.interpreted import INTERPRETED
 from tests.support.random_calls import DTYPES, PRIVATE, failures, random_call, title
 
 SLOW = ("triton", "triton_tiles")  #: in Triton's interpreter
-LONGEST = dict.fromkeys(SLOW, 14)  #: tokens
+LONGEST, LONGEST_SLOW = 40, 14  #: tokens
 INTERPRETED_DTYPES = (torch.float32, torch.float16)
 BACKENDS = ("native", "sdpa", "sdpa_float32", "sdpa_mask", "tiles", "flex", "manual", *SLOW)
 pytestmark = pytest.mark.usefixtures("uncompiled_flex")
@@ -45,7 +45,8 @@ def test_random_calls(backend: str, request: pytest.FixtureRequest, set_mode: An
     count, computed = asked(request, 0.2 if backend in SLOW else 1), 0
     for seed in range(20 * count):
         rng = Random(seed)
-        call = random_call(rng, rng.choice(INTERPRETED_DTYPES if backend in SLOW else DTYPES), LONGEST.get(backend, 40))
+        dtypes, tokens = (INTERPRETED_DTYPES, LONGEST_SLOW) if backend in SLOW else (DTYPES, LONGEST)
+        call = random_call(rng, rng.choice(dtypes), tokens)
         try:
             found = failures(call, partial(attend, backend=backend))
         except NoBackend:
