@@ -38,7 +38,7 @@ def asked(request: pytest.FixtureRequest, of_examples: float) -> int:
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_calls(backend: str, request: pytest.FixtureRequest, set_mode: Any) -> None:
-    """So many that the backend computes. A number is always the same call."""
+    """Calls are drawn until the backend has computed `count` of them; a seed always draws the same call."""
     if backend in SLOW and not INTERPRETED:
         pytest.skip("Triton is not installed, or there is a GPU for it")
     set_mode("off")

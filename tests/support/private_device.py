@@ -174,7 +174,7 @@ def main(path: str, task: str, *arguments: str) -> object:
         with Seen():  # type: ignore[no-untyped-call]
             return found | {"operator": {"": Call(CALLS["causal"], ", training").wrong()}}
     if task == "conformance":
-        few = [each for each in problems(NAME) if each.dtype != torch.float64]  # which the device lacks
+        few = [each for each in problems(NAME) if each.dtype != torch.float64]  # the device has no float64
         return bool(conformance(arguments[0], few[::5]))
     decided = {f"{name}{way}": Call(CALLS[name], way).decided() for name, way in MEASURED}
     return {"calls": decided, "waits": here.waits(), "exit": cli(arguments)}
