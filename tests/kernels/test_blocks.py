@@ -135,3 +135,14 @@ def test_distinct_heads() -> None:
     assert distinct_heads(Dilated((1024,), (256,)), 8, 128) == 8
     assert distinct_heads(Dilated((64, 1024), (1, 2), heads="split"), 8, 128) == 8
     assert distinct_heads(Window(3, 0), 8, 128) == 1
+
+
+def test_other_patterns() -> None:
+    class Own(Pattern):
+        def _counts(self, *arguments: object, **options: object) -> Tensor:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="no arithmetic for"):
+        multiplicity_function(Own(), 4, 4, 1)
+    with pytest.raises(TypeError, match="no normal form of"):
+        blocks_of(Own(), 4, 4, 1, 2)
