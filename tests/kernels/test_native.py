@@ -23,7 +23,7 @@ from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library, run
 from attn_dispatch.kernels.native.tables import PERIOD_LIMIT, TILE, _made_once, native_table_bytes, native_tables
-from attn_dispatch.kernels.native.variants import VARIANTS
+from attn_dispatch.kernels.native.variants import AMX, VARIANTS
 from attn_dispatch.settings import cache_folder
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
@@ -355,6 +355,32 @@ def test_the_library_is_compiled_by_a_launcher(copying_compiler: Path, monkeypat
     monkeypatch.setenv("CXX", f"{ccache} {cxx}")
     assert found_before_and_after_a_call()[0] is None
     assert set(Path(f"{ccache}.log").read_text().split()) == {str(cxx)}
+
+
+# --- tile registers ---------------------------------------------------------------------------------------------------
+
+
+#: The system refuses them to a thread whose signal stack is too small for them; then vectors compute.
+WITHOUT_TILE_REGISTERS = """
+import ctypes, torch
+libc = ctypes.CDLL(None)
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(4096)
+assert libc.sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 4096)), None) == 0
+from attn_dispatch import Dense, attend
+q, k, v = torch.randn(3, 1, 70, 2, 64, generator=torch.manual_seed(0)).bfloat16()
+found, expected = attend(q, k, v, Dense(), backend="native"), attend(q.double(), k.double(), v.double(), Dense())
+assert (found - expected).abs().max() < 0.01
+allowed = ctypes.c_ulong()
+libc.syscall(158, 0x1022, ctypes.byref(allowed))  # arch_prctl, ARCH_GET_XCOMP_PERM
+assert not allowed.value & 1 << 18
+"""
+
+
+@pytest.mark.skipif(not library.cpu_flags() >= AMX, reason="a processor with AMX is needed")
+def test_without_permission_for_tile_registers() -> None:
+    processes.run(WITHOUT_TILE_REGISTERS)
 
 
 # --- where no memory is left for its threads --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from attn_dispatch import attend, explain
 from attn_dispatch.backends import native
 from attn_dispatch.kernels.native import library
 from attn_dispatch.kernels.native.variants import (
+    AMX,
     ARM_ONLY,
     FLAGS,
     MACHINE,
@@ -27,7 +28,7 @@ from attn_dispatch.kernels.native.variants import (
 )
 from tests.support.calls import forget_native_library
 
-BF16, PLAIN_V4, PLAIN_V3 = VARIANTS = variants("x86_64")
+_, BF16, PLAIN_V4, PLAIN_V3 = VARIANTS = variants("x86_64")
 ARM = frozenset({"fp", "asimd", "asimdrdm", "atomics"})
 
 
@@ -54,6 +55,7 @@ def use_flags(flags: frozenset[str], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
+        (AMX | {"sse"}, "x86-64-v4+amx"),
         (V4 | {"avx512_bf16", "amx_bf16", "sse"}, "x86-64-v4+avx512bf16"),
         (V4, "x86-64-v4"),
         (V4 - {"avx512vl"} | {"avx512_bf16"}, "x86-64-v3"),

@@ -27,6 +27,7 @@ ARM_ONLY = re.compile(rb'^.*(?:__ARM_|"arm/).*\n', flags=re.MULTILINE)  #: lines
 V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 V3 = V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+AMX = V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 
 
 def source_text(machine: str = MACHINE) -> bytes:
@@ -60,6 +61,7 @@ class Variant(NamedTuple):
 
 #: The fastest of each kind of processor first.
 ALL = (
+    Variant("x86-64-v4+amx", ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), AMX),
     Variant("x86-64-v4+avx512bf16", ("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
     Variant("x86-64-v4", ("-march=x86-64-v4",), V4),
     Variant("x86-64-v3", ("-march=x86-64-v3",), V3),

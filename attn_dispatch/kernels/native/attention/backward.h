@@ -90,6 +90,10 @@ struct PairedBack {
         int depth = (int)a.head_dim;
         // Hidden keys may hold NaN: their scores are overwritten.
         Rows kr = own_rows(a.k, k, block), vr = own_rows(a.v, v, block);
+        if (Amx::fits(depth, T)) {
+            s.amx.dot(kr, depth / 2, T, s.q, s.scores, block.keys, block.from, block.to);
+            return s.amx.dot(vr, depth / 2, T, s.grad, s.other, block.keys, block.from, block.to);
+        }
         dots<Bf16, Pair>(a, block, k, v, kr, vr, depth / 2, s);
     }
     template <class Slope> void weigh(const Block& block, const Slope& slope) {
@@ -99,22 +103,36 @@ struct PairedBack {
                 if (t + 1 < block.keys) second = put(t + 1, n, slope);
                 store(s.values + t / 2 * T + n * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
             }
+        if (!Amx::fits((int)a.head_dim, T)) return;
+        auto clear = [&](int n) {
+            for (int t = 0; t < block.keys; t++)
+                for (float* x : {s.scores, s.other}) store((u16*)(x + t * T) + n * W, __m256i{});
+        };
+        if (block.from % 2) clear(block.from - 1); // tile registers read pairs of vectors
+        if (block.to % 2) clear(block.to);
     }
     template <class Slope> __m512i put(int t, int n, const Slope& slope) {
         vec p, ds;
         slope(t, n, p, ds);
-        __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)ds);
-        store((u16*)(s.scores + t * T) + n * W, (__m256i)_mm512_cvtneps_pbh((__m512)p));
+        const __mmask16 used = (__mmask16)(0xffff >> std::max(0, (n + 1) * W - s.lanes)); // others may be NaN
+        __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(used, (__m512)ds));
+        store((u16*)(s.scores + t * T) + n * W, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(used, (__m512)p)));
         store((u16*)(s.other + t * T) + n * W, rounded);
         return _mm512_cvtepu16_epi32(rounded);
     }
     void add(const Block& block, int count, Rows dk, Rows dv) {
-        int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2;
-        key_pairs(a.k, k, block, depth, (u32*)s.keys);
-        mix<Bf16, Pair>(a, block, dk, dv, {(const char*)s.keys, 4 * depth}, pairs, s.values, s);
+        int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2, done = 0;
+        if (Amx::fits(depth, T)) {
+            s.amx.mix(a.k, k, block, depth, s.keys, T, s.values, s.sums);
+            done = s.amx.spread(dk, s.other, block, s.q_rows, s.width);
+            s.amx.spread(dv, s.scores, block, s.grad_rows, s.width);
+        } else {
+            key_pairs(a.k, k, block, depth, (u32*)s.keys);
+            mix<Bf16, Pair>(a, block, dk, dv, {(const char*)s.keys, 4 * depth}, pairs, s.values, s);
+        }
         int first = block.from * W / 2, last = (std::min(block.to * W, count) + 1) / 2;
-        spread<Pair>(dk, s.other, first, last, s.q_rows, s.width, block.keys);
-        spread<Pair>(dv, s.scores, first, last, s.grad_rows, s.width, block.keys);
+        spread<Pair>(dk.after(done), s.other + done * T, first, last, s.q_rows, s.width, block.keys - done);
+        spread<Pair>(dv.after(done), s.scores + done * T, first, last, s.grad_rows, s.width, block.keys - done);
     }
 };
 #endif

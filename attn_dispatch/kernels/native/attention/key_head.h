@@ -58,8 +58,13 @@ struct Paired : KeyHead<Bf16> {
     void begin(i64 b, i64 h) {
         unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q);
     }
-    void score(const Block& block) { dot<Pair>(block, own_rows(a.k, k, block), depth / 2); }
+    void score(const Block& block) {
+        Rows rows = own_rows(a.k, k, block);
+        if (!Amx::fits(depth, s.pitch)) return dot<Pair>(block, rows, depth / 2);
+        s.amx.dot(rows, depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to);
+    }
     void mix(const Block& block) {
+        if (Amx::fits(depth, s.pitch)) return s.amx.mix(a.v, v, block, depth, s.values, s.pitch, s.other, s.sums);
         key_pairs(a.v, v, block, depth, (u32*)s.values);
         add<Pair>(block, {(const char*)s.values, 4 * depth}, (block.keys + 1) / 2, s.other);
     }

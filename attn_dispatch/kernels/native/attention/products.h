@@ -45,6 +45,7 @@ struct Rows {
     const i32* at = nullptr;
 
     template <bool LISTED> const char* row(int i) const { return data + (LISTED ? at[i] : i) * stride; }
+    Rows after(int count) const { return at ? Rows{data, stride, at + count} : Rows{data + count * stride, stride}; }
 };
 
 // The rows that are read next, fetched from memory line by line, one at each step of a product: all at once, the processor

@@ -4,8 +4,7 @@
 
 #include <type_traits>
 
-#include "products.h"
-#include "tiles.h"
+#include "amx.h"
 
 namespace {
 
@@ -21,6 +20,7 @@ struct Scratch {
     int width; // of a padded row
     int pitch = T; // lanes from one row of lanes to the next
     int lanes = 0; // that are used
+    Amx amx;
 
     Scratch(int depth, int heads) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);

@@ -1,0 +1,171 @@
+// Products of pairs of bfloat16 by tile registers (Intel AMX), of 16 rows of 16 floats or pairs each. The operands lie as
+// they do for vectors of pairs; only values, and the keys of dq, are laid out by columns.
+//
+// Source: Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3.
+
+#pragma once
+
+#include "products.h"
+#include "tiles.h"
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int SIDE = 16; // rows of a tile register, and floats or pairs in one of them
+
+#if defined(HAS_AMX)
+// A program must ask the system for these registers (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+const bool has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+
+// The tile registers of a thread: 0 to 3 for sums, 4 and 5 for rows of A, 6 and 7 for rows of B. Other code in the thread
+// sets its own sizes.
+class Amx {
+    static constexpr int COLUMNS = KEYS / 2; // pairs in a row of by_columns
+    static constexpr int DEEPEST = 256;      // head_dim, of the copies of a few keys
+    int width = 0; // pairs in a row of A, and rows of B
+
+    void resize(int pairs) {
+        if (pairs == width) return;
+        width = pairs;
+        struct { u8 palette = 1, other[15] = {}; u16 bytes[16] = {}; u8 rows[16] = {}; } sizes;
+        for (int i = 0; i < 8; i++) {
+            sizes.bytes[i] = (u16)(i == 4 || i == 5 ? pairs * 4 : CACHE_LINE);
+            sizes.rows[i] = (u8)(i < 6 ? SIDE : pairs);
+        }
+        _tile_loadconfig(&sizes);
+    }
+    // Pairs in a row of A that divide a row of a head, as few as are worth it; 0 if there are none.
+    static int divisor(int pairs) {
+        for (int size = SIDE; size >= SIDE / 2; size--)
+            if (pairs % size == 0) return size;
+        return 0;
+    }
+
+    // c[i][n] = or += the sum over l of a[i][l] * b[l][n], for M x N tile registers; strides in bytes, `steps` of `width` pairs
+    template <int M, int N, bool ADD>
+    void few(const char* a, i64 a_row, const char* b, i64 b_row, char* c, i64 c_row, int steps) const {
+        char *lower = c + SIDE * c_row;
+        if (ADD) {
+            _tile_loadd(0, c, c_row);
+            if (N == 2) _tile_loadd(1, c + CACHE_LINE, c_row);
+            if (M == 2) _tile_loadd(2, lower, c_row);
+            if (M == 2 && N == 2) _tile_loadd(3, lower + CACHE_LINE, c_row);
+        } else {
+            _tile_zero(0);
+            if (N == 2) _tile_zero(1);
+            if (M == 2) _tile_zero(2);
+            if (M == 2 && N == 2) _tile_zero(3);
+        }
+        for (int i = 0; i < steps; i++, a += width * 4, b += width * b_row) {
+            _tile_loadd(6, b, b_row);
+            _tile_loadd(4, a, a_row);
+            _tile_dpbf16ps(0, 4, 6);
+            if (N == 2) _tile_loadd(7, b + CACHE_LINE, b_row);
+            if (N == 2) _tile_dpbf16ps(1, 4, 7);
+            if (M == 2) _tile_loadd(5, a + SIDE * a_row, a_row);
+            if (M == 2) _tile_dpbf16ps(2, 5, 6);
+            if (M == 2 && N == 2) _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, c, c_row);
+        if (N == 2) _tile_stored(1, c + CACHE_LINE, c_row);
+        if (M == 2) _tile_stored(2, lower, c_row);
+        if (M == 2 && N == 2) _tile_stored(3, lower + CACHE_LINE, c_row);
+    }
+    // The same for whole tile registers: `rows` and `columns` of c.
+    template <bool ADD>
+    void product(const void* a, i64 a_row, const void* b, i64 b_row, void* c, i64 c_row, int rows, int columns, int steps) const {
+        asm volatile("" ::: "memory"); // compilers do not know that tile registers read and write memory
+        for (int i = 0; i < rows; i += 2 * SIDE)
+            for (int n = 0; n < columns; n += 2 * SIDE) {
+                const char *from = (const char*)a + i * a_row, *other = (const char*)b + n * 4;
+                char* to = (char*)c + i * c_row + n * 4;
+                const bool tall = rows - i > SIDE, wide = columns - n > SIDE;
+                if (tall && wide) few<2, 2, ADD>(from, a_row, other, b_row, to, c_row, steps);
+                else if (tall) few<2, 1, ADD>(from, a_row, other, b_row, to, c_row, steps);
+                else if (wide) few<1, 2, ADD>(from, a_row, other, b_row, to, c_row, steps);
+                else few<1, 1, ADD>(from, a_row, other, b_row, to, c_row, steps);
+            }
+        asm volatile("" ::: "memory");
+    }
+    static int whole(int count) { return (count + SIDE - 1) / SIDE * SIDE; }
+
+public:
+    Amx() = default;
+    Amx(const Amx&) = delete;
+    ~Amx() { if (width) _tile_release(); }
+
+    static bool fits(int depth, int pitch) {
+        return has_amx && pitch > FEW && depth <= DEEPEST && divisor(depth / 2) > 0;
+    }
+
+    // Dot: the scores of keys. Rows past the last key get some too.
+    void dot(Rows rows, int pairs, int pitch, const void* lanes, float* scores, int keys, int from, int to) {
+        resize(divisor(pairs));
+        alignas(CACHE_LINE) char copies[SIDE * DEEPEST * 2];
+        const int bytes = pairs * 4, in_place = rows.at ? 0 : keys / SIDE * SIDE;
+        auto some = [&](int first, int count, const char* at, i64 row) {
+            product<false>(at, row, (const float*)lanes + from * W, 4 * pitch, scores + first * pitch + from * W, 4 * pitch, count,
+                           (to - from) * W, pairs / width);
+        };
+        some(0, in_place, rows.data, rows.stride);
+        for (int i = in_place; i < keys; i += SIDE) {
+            for (int t = i; t < std::min(keys, i + SIDE); t++)
+                std::memcpy(copies + (t - i) * bytes, rows.at ? rows.row<true>(t) : rows.row<false>(t), bytes);
+            some(i, SIDE, copies, bytes);
+        }
+    }
+
+    // Mix: adds the block's rows of x, weighted by pairs of keys, to the sums. `weights` has room for a whole block.
+    void mix(const View& x, const Bf16* head, const Block& block, int depth, float* columns, int pitch, float* weights, float* sums) {
+        by_columns(x, head, block, depth, (u32*)columns);
+        const int pairs = (block.keys + 1) / 2, size = (block.to - block.from) * W;
+        for (int t = pairs; t < whole(pairs); t++) std::memset(weights + t * pitch + block.from * W, 0, sizeof(float) * size);
+        resize(SIDE);
+        product<true>(columns, 4 * COLUMNS, weights + block.from * W, 4 * pitch, sums + block.from * W, 4 * pitch, whole(depth), size,
+                      whole(pairs) / SIDE);
+    }
+
+    // Spread: adds to rows of dk or dv, of which it leaves out the last few: how many it has done. `lanes` holds bfloat16,
+    // T * 4 bytes from key to key, zeros in lanes that are not to be added.
+    int spread(Rows rows, const float* lanes, const Block& block, const float* others, int width_of_rows) {
+        const int first = block.from / 2 * SIDE, last = (block.to + 1) / 2 * SIDE, done = rows.at ? 0 : block.keys / SIDE * SIDE;
+        resize(SIDE);
+        product<true>(lanes + first, 4 * T, others + first * width_of_rows, 4 * width_of_rows, (char*)rows.data, rows.stride, done,
+                      width_of_rows, (last - first) / SIDE);
+        return done;
+    }
+
+private:
+    // Pairs of keys of a block, COLUMNS of them for each entry of a row; zeros of hidden keys, and past the last one.
+    static void by_columns(const View& x, const Bf16* head, const Block& block, int depth, u32* to) {
+        for (int t = 0; t < block.keys; t += 2 * SIDE)
+            for (int d = 0; d < depth; d += SIDE) {
+                vec square[SIDE];
+                const u16 entries = (u16)(0xffff >> std::max(0, SIDE - (depth - d)));
+                auto half = [&](int key) {
+                    bool there = key < block.keys && block.sees(key);
+                    const Bf16* row = head + block.key(there ? key : 0) * x.row + d;
+                    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there ? entries : 0, row));
+                };
+                for (int i = 0; i < SIDE; i++)
+                    square[i] = (vec)_mm512_or_si512(half(t + 2 * i), _mm512_slli_epi32(half(t + 2 * i + 1), 16));
+                transpose(square);
+                for (int i = 0; i < SIDE; i++) store(to + (d + i) * COLUMNS + t / 2, square[i]);
+            }
+    }
+};
+#else
+struct Amx {
+    static bool fits(int, int) { return false; }
+    template <class... X> void dot(const X&...) const {}
+    template <class... X> void mix(const X&...) const {}
+    template <class... X> int spread(const X&...) const { return 0; }
+};
+#endif
+
+} // namespace
