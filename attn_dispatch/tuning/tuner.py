@@ -59,8 +59,10 @@ STEP_CALLS = 1.25  #: the same of long calls: calls of the first candidate
 CHECK_S = 0.005  #: seconds that checking a candidate's results is expected to take
 BACKWARD_CALLS = 3.5  #: forward and backward pass in forward passes, as expected before one was timed
 
-RATE_FACTOR = 2.0  #: rate assumed for an untried candidate, relative to the first admitted one's
-LAST_RESORT_RATE = 0.25  #: the same for the last resort, which writes the matrix of scores to memory several times
+RATE = 2.0  #: rate assumed at most for an untried candidate, relative to the first admitted one's
+#: The same for some: the last resort writes the matrix of scores to memory several times, and `tiles` calls PyTorch's
+#: products one by one (tools/results/choices.json has the times of both).
+RATES = {registry.LAST_RESORT: 0.25, "tiles": 1.0}
 
 
 def run_trial(request: Request, budget_s: float | None, **options: Any) -> Decision | None:
@@ -218,7 +220,7 @@ class Trial:
         """Seconds of a candidate's call, by its work and the rate of the first one."""
         if (first := self._first_admitted()) is None:
             return (self.live_s or 0.0) * (BACKWARD_CALLS if self.problem.needs_grad else 1)
-        rate = LAST_RESORT_RATE if candidate.name == registry.LAST_RESORT else 1.0
+        rate = min(RATES.get(candidate.name, RATE), 1.0)
         return self.admitted[first.title].call_ms / 1e3 * self._work_ratio(candidate, first) / rate
 
     def _work_ratio(self, candidate: Candidate, first: Candidate) -> float:
@@ -314,7 +316,7 @@ class Trial:
         if flops(candidate, self.problem) is None or not flops(first, self.problem):
             return "", 0.0
         ratio = self._work_ratio(candidate, first)
-        rate = RATE_FACTOR if candidate.name != registry.LAST_RESORT else LAST_RESORT_RATE
+        rate = RATES.get(candidate.name, RATE)
         least_s = self.admitted[first.title].call_ms / 1e3 * ratio / rate
         need_s = first_s + least_s * max(rate, 1.0) * ENOUGH_ROUNDS
         may_win, work = ratio < rate, f"{ratio:.3g} times {first.title}'s work"
@@ -324,7 +326,8 @@ class Trial:
             why = f"{work}: at least {least_s:.3g} s at {rate:g} times its rate, with {left_s:.3g} s of the budget left"
             return why, need_s
         rounds_s = ENOUGH_ROUNDS * sum(admitted.call_ms for admitted in self.admitted.values()) / 1e3
-        if ratio > RATE_FACTOR and rounds_s + least_s > left_s:
+        if not may_win and rounds_s + least_s > left_s:
+            work += f" at {rate:g} times its rate at most"
             return f"{work}, and the {left_s:.3g} s left of the budget are needed to compare the others", need_s
         return "", 0.0
 
@@ -338,7 +341,7 @@ class Trial:
         """Why a candidate is not tried between calls of the program: a single one would be delayed too long."""
         need_s, later = first_s + self._expected_s(candidate), "between calls: `attn-dispatch profile` measures it"
         if need_s > self._longest_s:
-            if first_s <= self._longest_s and self._work_ratio(candidate, first) < RATE_FACTOR:
+            if first_s <= self._longest_s and self._work_ratio(candidate, first) < RATES.get(candidate.name, RATE):
                 self.untried.append(candidate.title)
             return f"a first call of about {need_s:.3g} s is too long to be tried {later}"
         if not candidate.backend.prepared():
