@@ -273,7 +273,7 @@ def test_who_wins_most_often_is_tried_second(alone: Alone) -> None:
 def test_what_is_surely_slower_is_not_tried_while_others_are_to_be_compared(name: str, work: int, alone: Alone) -> None:
     """By far more work, or as much by the products of PyTorch one by one."""
     alone(
-        *(Worker(name=name, work=1000, call_s=0.05) for name in ("first", "close")),
+        *(Worker(name=name, work=1000, call_s=0.05) for name in ("sdpa", "native")),
         far := Worker(name=name, work=work),
     )
     decision = measured(0.4)
