@@ -143,20 +143,29 @@ public:
 private:
     // Pairs of keys of a block, COLUMNS of them for each entry of a row; zeros of hidden keys, and past the last one.
     static void by_columns(const View& x, const Bf16* head, const Block& block, int depth, u32* to) {
-        for (int t = 0; t < block.keys; t += 2 * SIDE)
-            for (int d = 0; d < depth; d += SIDE) {
-                vec square[SIDE];
-                const u16 entries = (u16)(0xffff >> std::max(0, SIDE - (depth - d)));
-                auto half = [&](int key) {
-                    bool there = key < block.keys && block.sees(key);
-                    const Bf16* row = head + block.key(there ? key : 0) * x.row + d;
-                    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there ? entries : 0, row));
-                };
-                for (int i = 0; i < SIDE; i++)
-                    square[i] = (vec)_mm512_or_si512(half(t + 2 * i), _mm512_slli_epi32(half(t + 2 * i + 1), 16));
-                transpose(square);
-                for (int i = 0; i < SIDE; i++) store(to + (d + i) * COLUMNS + t / 2, square[i]);
+        static const Bf16 zeros[DEEPEST] = {};
+        for (int t = 0; t < block.keys; t += 2 * SIDE) {
+            const Bf16* rows[2 * SIDE];
+            for (int i = 0; i < 2 * SIDE; i++)
+                rows[i] = t + i < block.keys && block.sees(t + i) ? head + block.key(t + i) * x.row : zeros;
+            for (int d = 0; d < depth; d += 2 * SIDE) {
+                const u32 entries = ~(u32)0 >> std::max(0, d + 2 * SIDE - depth);
+                vec low[SIDE], high[SIDE]; // each has every other four entries of rows
+                UNROLL for (int i = 0; i < SIDE; i++) {
+                    __m512i first = _mm512_maskz_loadu_epi16(entries, rows[2 * i] + d);
+                    __m512i second = _mm512_maskz_loadu_epi16(entries, rows[2 * i + 1] + d);
+                    low[i] = (vec)_mm512_unpacklo_epi16(first, second);
+                    high[i] = (vec)_mm512_unpackhi_epi16(first, second);
+                }
+                transpose(low);
+                transpose(high);
+                for (int i = 0; i < SIDE; i++) {
+                    u32* column = to + (d + i / 4 * 8 + i % 4) * COLUMNS + t / 2;
+                    store(column, low[i]);
+                    store(column + 4 * COLUMNS, high[i]);
+                }
             }
+        }
     }
 };
 #else
