@@ -42,7 +42,12 @@ PEAK_MS = 20.0  #: what a sample of a limit takes, at least
 READ_BYTES = 2**28  #: more than any cache holds
 ROUNDS, QUICK_ROUNDS = 9, 3
 FORWARD, BACKWARD = 4, 10  #: operations per pair and entry
-TITLES = {"multiply_add": "multiply-adds", "dot_product": "bfloat16 dot products", "read": "reading memory"}
+TITLES = {
+    "multiply_add": "multiply-adds",
+    "dot_product": "bfloat16 dot products",
+    "tile_product": "bfloat16 tiles",
+    "read": "reading memory",
+}
 
 Call = Callable[[], Any]
 
@@ -71,7 +76,10 @@ class Limits:
         options = (*FLAGS, *library.OPTIONS, *LINK_FLAGS, f"-I{SOURCE.parent}")
         subprocess.run([*compiler(), *options, str(source), "-o", str(path)], check=True)
         self._library = ctypes.CDLL(str(path))
-        self.names = ["multiply_add"] + ["dot_product"] * (self._library.dot_product_terms() > 0)
+        lanes, pairs = self._library.sum_lanes(), self._library.dot_product_terms()
+        terms = {"multiply_add": lanes, "dot_product": pairs * lanes, "tile_product": self._library.tile_terms()}
+        self._terms = {name: count for name, count in terms.items() if count}  # multiply-adds of a step
+        self.names = list(self._terms)
         self._steps = dict.fromkeys(self.names, 2**16)
         for name in self.names:
             while timeit.timeit(self.call(name, 1), number=1) * 1e3 < PEAK_MS:
@@ -82,8 +90,7 @@ class Limits:
 
     def operations(self, name: str, threads: int) -> int:
         """Of one call."""
-        terms = self._library.dot_product_terms() if name == "dot_product" else 1
-        return 2 * int(terms * self._library.sum_lanes()) * self._steps[name] * threads
+        return 2 * self._terms[name] * self._steps[name] * threads
 
     def name_of(self, dtype: torch.dtype) -> str:
         """The limit of products: the kernel computes float16 in float32."""
@@ -151,7 +158,7 @@ def measured(
 
 
 def tables(found: Any) -> Iterator[Table]:
-    names = [name for name in ("multiply_add", "dot_product") if f"{name}_gflops" in found["machine"][0]]
+    names = [name for name in TITLES if f"{name}_gflops" in found["machine"][0]]
     head = ("threads", *(TITLES[name] for name in names), TITLES["read"])
     limits = []
     for one in found["machine"]:
@@ -171,8 +178,8 @@ def tables(found: Any) -> Iterator[Table]:
         ("pattern", "tokens", "dtype", *titles),
         [(*line, *(cells[column] for column in columns)) for line, cells in lines.items()],
         "GFLOP/s that the pattern needs, and their share of the limit in the same rounds: multiply-adds, for "
-        "bfloat16 dot products; * reading memory. Batch 1, heads of 64: 8, or 4 in Hilbert order for "
-        "neighbourhoods.",
+        "bfloat16 dot products, or tiles where the processor has them (AMX); * reading memory. Batch 1, heads of 64: "
+        "8, or 4 in Hilbert order for neighbourhoods.",
     )
 
 

@@ -1,7 +1,7 @@
-// What a processor can do at most: multiply-adds and dot products of bfloat16 on sums that stay in registers.
+// What a processor can do at most: multiply-adds, and products of bfloat16 in pairs or tiles, on sums that stay in registers.
 // tools/bench/native.py compiles it as the native kernel is compiled, and calls it between the kernel's calls.
 
-#include "attention/products.h"
+#include "attention/amx.h"
 
 // Of the OpenMP library that PyTorch has loaded, as the kernel calls it.
 extern "C" void GOMP_parallel(void (*work)(void*), void* given, unsigned threads, unsigned flags);
@@ -42,6 +42,18 @@ void adds(const Shared& shared) { add_products<Single>(shared.count); }
 #if defined(HAS_PAIRS)
 void dots(const Shared& shared) { add_products<Pair>(shared.count); }
 #endif
+#if defined(HAS_AMX)
+void tiles(const Shared& shared) {
+    TileSizes(SIDE).load();
+    for (i64 n = 0; n < shared.count; n++) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
+}
+#endif
 
 } // namespace
 
@@ -58,4 +70,11 @@ int dot_product_terms() { return 0; } // the processor has none
 #endif
 
 int sum_lanes() { return SUMS * W; }
+
+#if defined(HAS_AMX)
+void tile_product(i64 threads, i64 steps) { in_each<tiles>({threads, steps}); }
+int tile_terms() { return has_amx ? 4 * SIDE * SIDE * 2 * SIDE : 0; }
+#else
+int tile_terms() { return 0; }
+#endif
 }

@@ -22,8 +22,25 @@ constexpr int SIDE = 16; // rows of a tile register, and floats or pairs in one 
 // A program must ask the system for these registers (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 const bool has_amx = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 
-// The tile registers of a thread: 0 to 3 for sums, 4 and 5 for rows of A, 6 and 7 for rows of B. Other code in the thread
-// sets its own sizes.
+// Of tile registers 0 to 3 for sums, 4 and 5 for rows of A with this many pairs, and 6 and 7 for as many rows of B.
+struct TileSizes {
+    u8 palette = 1, other[15] = {};
+    u16 bytes[16] = {};
+    u8 rows[16] = {};
+
+    TileSizes(int pairs) {
+        for (int i = 0; i < 8; i++) {
+            bytes[i] = (u16)(i == 4 || i == 5 ? pairs * 4 : CACHE_LINE);
+            rows[i] = (u8)(i < 6 ? SIDE : pairs);
+        }
+    }
+    void load() const {
+        asm volatile("" : : "r"(this) : "memory"); // g++ would store the first 8 bytes alone
+        _tile_loadconfig(this);
+    }
+};
+
+// The products of a thread. Other code in the thread sets its own sizes.
 class Amx {
     static constexpr int COLUMNS = KEYS / 2; // pairs in a row of by_columns
     static constexpr int DEEPEST = 256;      // head_dim, of the copies of a few keys
@@ -32,12 +49,7 @@ class Amx {
     void resize(int pairs) {
         if (pairs == width) return;
         width = pairs;
-        struct { u8 palette = 1, other[15] = {}; u16 bytes[16] = {}; u8 rows[16] = {}; } sizes;
-        for (int i = 0; i < 8; i++) {
-            sizes.bytes[i] = (u16)(i == 4 || i == 5 ? pairs * 4 : CACHE_LINE);
-            sizes.rows[i] = (u8)(i < 6 ? SIDE : pairs);
-        }
-        _tile_loadconfig(&sizes);
+        TileSizes(pairs).load();
     }
     // Pairs in a row of A that divide a row of a head, as few as are worth it; 0 if there are none.
     static int divisor(int pairs) {
