@@ -73,6 +73,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         output["left"] = len(left)
 
 
+def pytest_collection_finish() -> None:
+    """What is there by now stays: each collection of garbage that a test asks for would look at all of it, for 0.5 s."""
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """With several processes each of them collects, and this one adds up."""
