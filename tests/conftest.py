@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: each collection of garbage that a test asks for would look at all of it, for 0.5 s."""
+    """What is there by now stays: a collection of garbage that a test asks for would look at all of it, for 0.5 s."""
     gc.freeze()
 
 

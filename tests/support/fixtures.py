@@ -54,6 +54,16 @@ def _machine_without_other_programs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_decisions_outside_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a fixture of several tests, or a thread that outlives its test, decides would be stored for the user."""
+    folder = tmp_path_factory.mktemp("outside")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTN_DISPATCH_CACHE_DIR", str(folder))
+        yield
+    assert list(folder.rglob("*.json")) == [], "stored outside of tests"
+
+
 @pytest.fixture(scope="session")
 def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One for each test that asks for none: to make one takes milliseconds."""
