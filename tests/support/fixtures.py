@@ -29,7 +29,7 @@ from attn_dispatch.kernels.native import library as native_library
 from attn_dispatch.machine import environment, load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import rounds, tuner
+from attn_dispatch.tuning import clocks, rounds, tuner
 from tests.support import calls, fakes, interpreted
 from tests.support.fakes import SILICON
 from tests.support.interpreted import INTERPRETED
@@ -266,6 +266,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         monkeypatch.setattr(load, "is_calm", lambda: not value)
 
     monkeypatch.setattr(look_up, "MOST_ATTEMPTS", MOST_ATTEMPTS)
+    monkeypatch.setattr(clocks, "REST_S", 0.0)  # no rest calms what is made up
     return change
 
 
