@@ -45,23 +45,18 @@ if INTERPRETED:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _machine_without_other_programs() -> Iterator[None]:
-    """Other tests run beside: what the machine is doing must decide nothing."""
+def _machine_without_other_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Other tests run beside: what the machine is doing must decide nothing. Nor is anything stored for the user by a
+    fixture of several tests, or by a thread that outlives its test.
+    """
+    outside = tmp_path_factory.mktemp("outside")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTN_DISPATCH_CACHE_DIR", str(outside))
         patch.setattr(load, "involuntary_switches", lambda: 0)
         patch.setattr(load, "is_calm", lambda: True)
         patch.setattr(look_up, "MOST_ATTEMPTS", 0)  # provisional decisions are not measured again
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _no_decisions_outside_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a fixture of several tests, or a thread that outlives its test, decides would be stored for the user."""
-    folder = tmp_path_factory.mktemp("outside")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTN_DISPATCH_CACHE_DIR", str(folder))
-        yield
-    assert list(folder.rglob("*.json")) == [], "stored outside of tests"
+    assert list(outside.rglob("*.json")) == [], "stored outside of tests"
 
 
 @pytest.fixture(scope="session")

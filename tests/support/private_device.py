@@ -7,7 +7,6 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -110,14 +109,7 @@ def moved(x: Any) -> Any:
 
 
 WAYS = {"": (False, False), ", training": (True, False), ", training through lse": (True, True)}
-#: Of calls, where not "every" way is asked for: else training alone, which has all results but lse.
-WAYS_OF: dict[str, Iterable[str]] = {
-    "dense": WAYS,
-    "few queries": WAYS,
-    "window": WAYS,
-    "grouped": ("",),
-    "softcap": ("",),
-}
+EVERY_WAY = ("dense", "few queries", "window", "grouped", "softcap")  #: others train: all results but lse are there
 MEASURED = (("dense", ""), ("window", ", training"), ("dilated", ", training through lse"))
 SERVING = ("sdpa", "sdpa_mask", "tiles", "manual")
 
@@ -179,7 +171,7 @@ def main(path: str, task: str, *arguments: str) -> object:
     """What a task gives, of those that the tests name."""
     here = register(path)
     if task == "forced":
-        ways = {name: WAYS if len(arguments) else WAYS_OF.get(name, (", training",)) for name in CALLS}
+        ways = {name: [*WAYS] if arguments or name in EVERY_WAY else [", training"] for name in CALLS}
         found = {f"{name}{way}": Call(each, way).forced() for name, each in CALLS.items() for way in ways[name]}
         with Seen():  # type: ignore[no-untyped-call]
             return found | {"operator": {"": Call(CALLS["causal"], ", training").wrong()}}
