@@ -35,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        # Each process and what it starts computes in one thread: in two each, they wait for one another's cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         return  # the process that starts the others runs no test: it need not load torch
     config.pluginmanager.import_plugin("tests.support.fixtures")
     from hypothesis import settings
@@ -45,10 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two processes for all of tests/, each and what it starts with one thread; none for files or tests by name."""
+    """Two processes for all of tests/; none for files or tests by name."""
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     return min(2, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
 
@@ -71,6 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     output: Any = getattr(config, "workeroutput", None)
     if output is not None:
         output["left"] = len(left)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: a collection of garbage that a test asks for would look at all of it, for 0.5 s."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

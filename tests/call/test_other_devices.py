@@ -46,11 +46,12 @@ def task(device: str, store: Path, name: str, *arguments: str, **variables: str)
 @pytest.fixture(scope="module")
 def decided(device: str, store: Path) -> tuple[str, Any]:
     """A process that measures: calls, and the command `profile`."""
-    return task(device, store, "decided", "profile", "--shape", "1,64,2,16")
+    return task(device, store, "decided", "profile", "--shape", "1,64,2,16", ATTN_DISPATCH_BUDGET_MS="300")
 
 
-def test_every_backend_is_right_on_it(device: str, store: Path) -> None:
-    _, found = task(device, store, "forced")
+@pytest.mark.parametrize("ways", [(), pytest.param(("every",), marks=pytest.mark.full)], ids=["some", "every"])
+def test_every_backend_is_right_on_it(ways: tuple[str, ...], device: str, store: Path) -> None:
+    _, found = task(device, store, "forced", *ways)
     wrong = {
         name: by_backend
         for name, by_backend in found.items()

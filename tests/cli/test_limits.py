@@ -159,7 +159,7 @@ def test_a_length_above_really_fails_under_the_limit(tmp_path: Path) -> None:
 def test_what_ends_a_process_is_the_reason(
     code: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = "import faulthandler, os, sys, time\nfaulthandler.dump_traceback_later(1, exit=True, file=sys.stdout)"
+    ended = "import faulthandler, os, sys, time\nfaulthandler.dump_traceback_later(0.5, exit=True, file=sys.stdout)"
     program = f"{ended}\nBEGUN = {limited.BEGUN!r}\n{code}\nserve()"
     monkeypatch.setattr(limited, "PROGRAM", program.replace("{", "{{").replace("}", "}}"))
     found = limited.run_alone(attempt(max_seconds=0.1))

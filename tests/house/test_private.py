@@ -67,7 +67,8 @@ def test_private_names_stand_in_one_module() -> None:
 #: A process that has loaded torch, and of the package nothing, is forked for each argument: the names that are gone.
 CODE = """
 import importlib, os, pkgutil, sys, traceback
-for name in ("_dynamo", "_subclasses.fake_tensor", "utils.checkpoint", "utils.flop_counter", "_functorch.aot_autograd"):
+preloaded = "_dynamo", "_subclasses.fake_tensor", "utils.checkpoint", "utils.flop_counter", "_functorch.aot_autograd"
+for name in preloaded[: 9 * (len(sys.argv) > 2)]:  # for one process they would be loaded in vain
     importlib.import_module(f"torch.{name}")
 resolve_name, failed = pkgutil.resolve_name, []
 def check(gone):

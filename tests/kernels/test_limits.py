@@ -194,10 +194,7 @@ REASONS: list[tuple[str, tuple[int, int], Problem, list[str]]] = [
     ("sdpa", HOPPER, problem_of(has_key_mask=True), ["takes no mask, which seq_lens and key_mask need"]),
     (
         *("sdpa", HOPPER, problem_of(F32, has_seq_lens=True)),
-        [
-            "flash: computes in bfloat16, float16, not float32",
-            "takes no mask, which seq_lens and key_mask need",
-        ],
+        ["flash: computes in bfloat16, float16, not float32", "takes no mask, which seq_lens and key_mask need"],
     ),
     ("sdpa_efficient", HOPPER, problem_of(has_key_mask=True), []),
     ("sdpa_efficient", HOPPER, problem_of(F32, has_seq_lens=True), []),

@@ -84,9 +84,7 @@ DATA = {
 
 
 @thinned(
-    ("name", "dtype"),
-    [(name, run.DTYPES[(n + turn) % 3]) for n, name in enumerate(FEW | DATA) for turn in range(3)],
-    3,
+    ("name", "dtype"), [(name, run.DTYPES[(n + turn) % 3]) for n, name in enumerate(FEW | DATA) for turn in range(3)], 3
 )
 def test_few_queries_are_exact(name: str, dtype: torch.dtype) -> None:
     expected = Oracle.of(make((FEW | DATA)[name].problem(dtype, needs_grad=False)))

@@ -147,10 +147,7 @@ SMALL = (
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     ("case", "order", "stored"),
-    [
-        *((*each, True) for each in SMALL[1::2]),
-        *((*each, False) for each in SMALL[::3]),
-    ],
+    [*((*each, True) for each in SMALL[1::2]), *((*each, False) for each in SMALL[::3])],
     ids=lambda x: {True: "masks", False: "reach"}[x] if isinstance(x, bool) else getattr(x, "id", x),
 )
 def test_blocks_smaller_than_tiles(case: Case, order: str, stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,16 +13,7 @@ import torch
 
 from attn_dispatch.machine import memory
 from attn_dispatch.tuning.guard import capped
-from tests.support.fakes import (
-    GIB,
-    H100,
-    MIB,
-    cuda_memory,
-    fake_cuda,
-    pluggable_allocator,
-    raising,
-    write,
-)
+from tests.support.fakes import GIB, H100, MIB, cuda_memory, fake_cuda, pluggable_allocator, raising, write
 
 SMAPS = Path("/proc/self/smaps")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -180,10 +180,7 @@ def test_title_and_dict() -> None:
             lambda: Reordered(Reordered(GRID, "hilbert"), "hilbert"),
             "pattern must be a pattern in natural order, got Reo",
         ),
-        (
-            lambda: Reordered(Blocks(torch.ones(1, 1, 2, 2) > 0, 8), "hilbert"),
-            "pattern must hold no tensors",
-        ),
+        (lambda: Reordered(Blocks(torch.ones(1, 1, 2, 2) > 0, 8), "hilbert"), "pattern must hold no tensors"),
         (
             lambda: Reordered("hilbert", GRID),  # type: ignore[arg-type]
             "pattern must be a pattern in natural order, got 'hilbert'",
@@ -264,10 +261,7 @@ def test_a_whole_model_in_another_order(order: str) -> None:
         (([1, 2], "hilbert", GRID), "x must be a torch.Tensor, got list"),
         ((torch.zeros(1, 16), "spiral", GRID), "order must be one of 'natural', 'hilbert', 'residue', got 'spiral'"),
         ((torch.zeros(1, 16), None, GRID), "order must be one of"),
-        (
-            (torch.zeros(1, 16), "hilbert", "grid"),
-            "pattern must be a pattern in natural order, got 'grid'",
-        ),
+        ((torch.zeros(1, 16), "hilbert", "grid"), "pattern must be a pattern in natural order, got 'grid'"),
         ((torch.zeros(1, 16), "hilbert", Reordered(GRID, "hilbert")), "pattern must be a pattern in natural order"),
         ((torch.zeros(1, 15), "hilbert", GRID), "grid (4, 4) holds 16 tokens, but the sequence has 15"),
         ((torch.zeros(1, 16), "hilbert", GRID, 2), "dim must be an axis of x, which has 2, got 2"),

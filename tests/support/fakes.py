@@ -54,9 +54,7 @@ SLICE = props("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 14, 5 * MIB, 5_100_273
 
 
 MI300X = props(
-    *("AMD Instinct MI300X", (9, 4), 304, 4 * MIB, 206_141_652_992),
-    uuid="dddd-4",
-    gcnArchName="gfx942:sramecc+:xnack-",
+    *("AMD Instinct MI300X", (9, 4), 304, 4 * MIB, 206_141_652_992), uuid="dddd-4", gcnArchName="gfx942:sramecc+:xnack-"
 )
 
 

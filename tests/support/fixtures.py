@@ -29,7 +29,7 @@ from attn_dispatch.kernels.native import library as native_library
 from attn_dispatch.machine import environment, load
 from attn_dispatch.store import folder as store_folder
 from attn_dispatch.store.quarantine import Quarantine
-from attn_dispatch.tuning import rounds, tuner
+from attn_dispatch.tuning import clocks, rounds, tuner
 from tests.support import calls, fakes, interpreted
 from tests.support.fakes import SILICON
 from tests.support.interpreted import INTERPRETED
@@ -45,13 +45,18 @@ if INTERPRETED:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _machine_without_other_programs() -> Iterator[None]:
-    """Other tests run beside: what the machine is doing must decide nothing."""
+def _machine_without_other_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Other tests run beside: what the machine is doing must decide nothing. Nor is anything stored for the user by a
+    fixture of several tests, or by a thread that outlives its test.
+    """
+    outside = tmp_path_factory.mktemp("outside")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTN_DISPATCH_CACHE_DIR", str(outside))
         patch.setattr(load, "involuntary_switches", lambda: 0)
         patch.setattr(load, "is_calm", lambda: True)
         patch.setattr(look_up, "MOST_ATTEMPTS", 0)  # provisional decisions are not measured again
         yield
+    assert list(outside.rglob("*.json")) == [], "stored outside of tests"
 
 
 @pytest.fixture(scope="session")
@@ -256,6 +261,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         monkeypatch.setattr(load, "is_calm", lambda: not value)
 
     monkeypatch.setattr(look_up, "MOST_ATTEMPTS", MOST_ATTEMPTS)
+    monkeypatch.setattr(clocks, "REST_S", 0.0)  # no rest calms what is made up
     return change
 
 
