@@ -119,12 +119,13 @@ def _by_row(share: Tensor, layout: str) -> Tensor:
 
 def _joined(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The shares of two parts and the lse of both, and derivatives of any order, which are no NaN at -inf."""
-    neither = (lse_a == -torch.inf) & (lse_b == -torch.inf)
-    a, b = (x.masked_fill(neither, 0.0) for x in (lse_a, lse_b))
+    none_a, none_b = lse_a == -torch.inf, lse_b == -torch.inf
+    a, b = (x.masked_fill(none_a & none_b, 0.0) for x in (lse_a, lse_b))
     # -log of a share: as of sigmoid(a - b), but with the digits of a derivative near 0.
-    less_a, less_b = (softplus(x, threshold=LINEAR).masked_fill(neither, torch.inf) for x in (b - a, a - b))
-    lse = torch.where(a > b, a + less_a, b + less_b).masked_fill(neither, -torch.inf)
-    return torch.exp(-less_a), torch.exp(-less_b), lse
+    less_a, less_b = softplus(b - a, threshold=LINEAR), softplus(a - b, threshold=LINEAR)
+    lse = torch.where(a > b, a + less_a, b + less_b).masked_fill(none_a & none_b, -torch.inf)
+    # Filled, so that the gradient of a row without keys, which may be NaN, does not reach the other lse.
+    return torch.exp(-less_a).masked_fill(none_a, 0.0), torch.exp(-less_b).masked_fill(none_b, 0.0), lse
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
