@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         NotDecided,
         RankLost,
     )
+    from attn_dispatch.kernels.numerics import merge
     from attn_dispatch.kernels.registry import register
     from attn_dispatch.machine.hardware import hardware
     from attn_dispatch.profiling import profile
@@ -53,6 +54,7 @@ __all__ = [
     "explain",
     "from_order",
     "hardware",
+    "merge",
     "positions",
     "profile",
     "record",
@@ -72,6 +74,7 @@ _NAMES = {
     "decisions.decide": ("counters",),
     "decisions.explanation": ("Explanation",),
     "dispatch": ("attend", "explain"),
+    "kernels.numerics": ("merge",),
     "kernels.registry": ("register",),
     "machine.hardware": ("hardware",),
     "profiling": ("profile",),

@@ -19,7 +19,7 @@ from attn_dispatch import recording
 from attn_dispatch.calls import graph_runs
 from attn_dispatch.calls.rewrites import REWRITES, explained
 from attn_dispatch.calls.routes import new_route, route_of_data, routes
-from attn_dispatch.calls.widths import is_empty, plain_call, unequal
+from attn_dispatch.calls.widths import is_one, plain_call
 from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
@@ -238,7 +238,7 @@ def _attend_backward(
 
 def _computed(call: Call, needs_grad: bool, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
     """out, and lse where it is known. Without gradients as attend() does it, which finds its routes sooner."""
-    if needs_grad and not (call.packs or call.key_lens is not None or unequal(call) or is_empty(call)):
+    if needs_grad and is_one(call):
         return graph_runs.with_gradients(plain_call(call), known)
     found = _run(call)
     return found if call.return_lse else (found, None)

@@ -51,7 +51,7 @@ modes: Callable[[], list[Any]] = _stack or (lambda: [_UNKNOWN] * mode_count())
 #: Of traces before autograd; torch versions without it make none.
 early_mode_count: Callable[[], int] = of_torch("torch._ops:_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 DispatchMode: Any = of_torch("torch.utils._python_dispatch:TorchDispatchMode", object)
-#: Selective checkpointing stores and replays results of operators; the call is otherwise unchanged.
+#: Of selective checkpointing, which stores and replays results of operators: it traces nothing.
 REPLAYS = tuple(
     filter(None, (of_torch(f"torch.utils.checkpoint:_{name}TorchDispatchMode", None) for name in ("Caching", "Cached")))
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_dispatch import process_state
 from attn_dispatch.decisions.call import resolve
 from attn_dispatch.decisions.graphs.encoding import Encoded, decoded
+from attn_dispatch.decisions.trial_limits import without_saving_hooks
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, result_known
@@ -27,7 +28,10 @@ from attn_dispatch.spec.tensors import check_seq_lens_values, without_autocast
 
 @contextmanager
 def as_eager_call(device_type: str, needs_grad: bool) -> Iterator[None]:
-    """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off."""
+    """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off.
+
+    A checkpoint that replays an operator's results sees nothing that is saved inside it.
+    """
     if tracing.context_parallel() is not None:
         raise NoBackend("inside torch's context_parallel attend() cannot be part of a graph: call it between graphs")
     with ExitStack() as stack:
@@ -36,6 +40,7 @@ def as_eager_call(device_type: str, needs_grad: bool) -> Iterator[None]:
             stack.enter_context(without_autocast(each))
         stack.enter_context(torch.set_grad_enabled(needs_grad))
         stack.enter_context(tracing.inside_operator())
+        stack.enter_context(without_saving_hooks())
         yield
 
 

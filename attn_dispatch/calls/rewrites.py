@@ -62,8 +62,11 @@ def in_context_parallel(call: Call) -> Rewritten | None:
 
 
 def as_operator(call: Call) -> Rewritten | None:
-    """Where a call is traced, or a dispatch mode sees it: one operator, which is this call when it runs."""
-    if operators.applies(call):
+    """Where a call is traced, or a dispatch mode sees it: one operator, which is this call when it runs.
+
+    Selective checkpoints see one for each problem: of several, a backward pass would compute saved results again.
+    """
+    if operators.applies(call) and (tracing.is_traced(*call.qkv) or widths.is_one(call)):
         return Rewritten([], lambda _: operators.attend_by_operator(call))
     tracing.refuse_jit()
     tracing.check_sizes(q=call.q, k=call.k, v=call.v)

@@ -38,6 +38,11 @@ def is_empty(call: Call) -> bool:
     return _have_axes(call) and 0 in (call.q.numel(), call.k.numel())
 
 
+def is_one(call: Call) -> bool:
+    """Whether a call is one problem, so that its out and lse are all that its backward pass needs."""
+    return not (call.packs or call.key_lens is not None or unequal(call) or is_empty(call))
+
+
 def _have_axes(call: Call) -> bool:
     return all(isinstance(x, Tensor) and x.ndim == 4 for x in call.qkv)  # else `Problem.of_call` raises
 

@@ -68,7 +68,8 @@ def scaled_dot_product_attention(
         more |= mask_arguments(attn_mask, batch, q, k)
     if is_causal and lengths[0] != lengths[1] and not ends_meet:
         more["alignment"] = "upper_left"
-    out = attend(q, k, v, is_causal=is_causal, **more)
+    # Three axes of an empty batch are no heads: attend() knows no such problem, PyTorch's result is empty.
+    out = attend(q, k, v, is_causal=is_causal, **more) if q.shape[1] else q @ k.mT @ v
     axes = max(x.ndim for x in (query, key, value))
     return out if axes == 4 else out.reshape(*batch, *out.shape[1 if axes > 2 else 2 :])
 

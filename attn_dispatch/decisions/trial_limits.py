@@ -55,6 +55,11 @@ def cannot_measure(device: torch.device) -> bool:
     return capturing(device) or tracing.is_traced() or _forbids_hooks()
 
 
+def without_saving_hooks() -> AbstractContextManager[object]:
+    """Inside, no saved-tensor hook of the caller sees what is saved."""
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if saving_tensors() else nullcontext()
+
+
 def _forbids_hooks() -> bool:
     """Whether saved-tensor hooks are forbidden, as they are inside the transforms of torch.func that take gradients."""
     try:
@@ -77,7 +82,7 @@ def isolated(device: torch.device) -> Iterator[None]:
     with (
         without_autocast(device.type),
         torch.inference_mode(False),
-        torch.autograd.graph.saved_tensors_hooks(_same, _same),
+        without_saving_hooks(),
         private.without_modes(),
         on_cpu(),
         compiling(),

@@ -21,6 +21,7 @@ from attn_dispatch import private
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations.libraries import library
+from attn_dispatch.kernels.numerics import merge
 from attn_dispatch.spec.pattern import Dense, Neighborhood, Pattern
 
 library("diffusers", "0.36")
@@ -123,25 +124,9 @@ def attend_with_text(q: Tensor, k: Tensor, v: Tensor, near: GridMask, more: dict
         return attend(q[:, queries], k[:, keys], v[:, keys], pattern, key_mask=key_mask, return_lse=True, **more)
 
     of_text = seen(text, every, Dense())
-    rest = _merged(*seen(grid, grid, near.pattern or Dense()), *seen(grid, text, Dense()))
+    rest = merge(*seen(grid, grid, near.pattern or Dense()), *seen(grid, text, Dense()))
     out = torch.cat([of_text[0], rest[0]], 1)
     return (out, torch.cat([of_text[1], rest[1]], 2)) if with_lse else out
-
-
-def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join two partial attentions over disjoint sets of keys; differentiable.
-
-    Args:
-        out_a, out_b: [batch, len, heads, head_dim].
-        lse_a, lse_b: [batch, heads, len]; -inf where no key was seen.
-
-    Source: Milakov & Gimelshein 2018, online softmax.
-    """
-    empty = (lse_a == -torch.inf) & (lse_b == -torch.inf)
-    a, b = (x.masked_fill(empty, 0.0) for x in (lse_a, lse_b))  # so that no NaN arises
-    lse = torch.logaddexp(a, b)
-    share_a, share_b = ((x - lse).exp().transpose(1, 2)[..., None] for x in (a, b))
-    return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse.masked_fill(empty, -torch.inf)
 
 
 def _of_wan(setting: _Setting, processor: Any, tokens: int, text: int | None, mask: Any) -> GridMask:

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from attn_dispatch.errors import InvalidInput
 from attn_dispatch.private import has_amx
+from attn_dispatch.spec.checks import choice
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.spec.tensors import DTYPES, LAYOUTS, check_tensor
 
 #: Kernels flush smaller scales to 0.
 SMALLEST_SCALE = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
@@ -48,24 +51,81 @@ def merge_(out: Tensor, lse: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     torch.logaddexp(lse, lse_b, out=lse)
 
 
+def merge(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    layout: str = "bnhd",
+) -> tuple[Tensor, Tensor]:
+    """Join the attention over some keys and that over others into the attention over all of them; differentiable.
+
+    a, b = (attend(q, k, v, return_lse=True) for k, v in parts)
+    out, lse = merge(*a, *b)
+
+    Args:
+        out_a, out_b: [batch, q_len, heads, head_dim], of one dtype; of many parts best float32, as each result is
+            rounded to it.
+        lse_a, lse_b: [batch, heads, q_len], natural log, float32 (float64 for float64); -inf for a query without
+            keys, whose out is 0. flash-attn's own functions give +inf there.
+        layout: "bnhd", or "bhnd" for out with its middle axes swapped.
+
+    Returns:
+        The joint out and lse, computed in lse's dtype. Two parts without keys give 0 and -inf, and zero gradients.
+
+    Raises:
+        InvalidInput: a shape, dtype or device is not as the others need it.
+
+    Source: Milakov & Gimelshein 2018, online softmax; Dao et al. 2022, section 3.1.
+    """
+    _check_parts(out_a, lse_a, out_b, lse_b, layout)
+    share_a, share_b, lse = _joined(lse_a, lse_b)
+    a, b = (_by_row(share, layout) for share in (share_a, share_b))
+    return (out_a * a + out_b * b).to(out_a.dtype), lse
+
+
+def _check_parts(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, layout: str) -> None:
+    choice("layout", layout, LAYOUTS)
+    check_tensor("out_a", out_a, (0, 1, 2, 3))
+    if out_a.dtype not in DTYPES:
+        raise InvalidInput(f"out_a must be one of {', '.join(map(str, DTYPES))}, got {out_a.dtype}")
+    rows = tuple(out_a.shape[layout.index(axis)] for axis in "bhn")
+    part, row = (tuple(out_a.shape), out_a.dtype), (rows, sum_dtype(out_a.dtype))
+    for name, x, (shape, dtype) in (("out_b", out_b, part), ("lse_a", lse_a, row), ("lse_b", lse_b, row)):
+        if not isinstance(x, Tensor):
+            raise InvalidInput(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if (tuple(x.shape), x.dtype, x.device) != (shape, dtype, out_a.device):
+            needs = f"{name} must be {list(shape)}, {dtype}, on {out_a.device}, as out_a is {out_a.dtype}"
+            raise InvalidInput(f"{needs}: got {list(x.shape)}, {x.dtype}, on {x.device}")
+
+
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor, layout: str = "bnhd") -> tuple[Tensor, Tensor]:
     """out and lse with one more key for each head, whose score is `sink` and whose value is 0; differentiable.
 
     Args:
-        out: [batch, queries, heads, head_dim] in layout "bnhd". lse: [batch, heads, queries]; -inf for a query without
-            other keys.
+        out, lse: as `merge` takes them.
         sink: [heads]; -inf: none.
 
     Source: Miller 2023, Attention Is Off By One; the GPT-OSS models learn one sink for each head.
     """
-    score = sink.to(lse.dtype)[:, None]
-    empty = lse == -torch.inf
-    finite = lse.masked_fill(empty, 0.0)  # derivatives at -inf are NaN, of second order at the latest
-    # As sigmoid(finite - score), but with the digits of a derivative near 0.
-    share = torch.exp(-softplus(score - finite, threshold=LINEAR)).masked_fill(empty, 0.0)
-    lse = torch.where(empty, score, torch.logaddexp(finite, score))
-    share = share.transpose(1, 2) if layout == "bnhd" else share
-    return (out * share.unsqueeze(-1)).to(out.dtype), lse
+    share, _, lse = _joined(lse, sink.to(lse.dtype)[:, None])
+    return (out * _by_row(share, layout)).to(out.dtype), lse
+
+
+def _by_row(share: Tensor, layout: str) -> Tensor:
+    return (share.transpose(1, 2) if layout == "bnhd" else share).unsqueeze(-1)
+
+
+def _joined(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The shares of two parts and the lse of both, and derivatives of any order, which are no NaN at -inf."""
+    none_a, none_b = lse_a == -torch.inf, lse_b == -torch.inf
+    a, b = (x.masked_fill(none_a & none_b, 0.0) for x in (lse_a, lse_b))
+    # -log of a share: as of sigmoid(a - b), but with the digits of a derivative near 0.
+    less_a, less_b = softplus(b - a, threshold=LINEAR), softplus(a - b, threshold=LINEAR)
+    lse = torch.where(a > b, a + less_a, b + less_b).masked_fill(none_a & none_b, -torch.inf)
+    # Filled, so that the gradient of a row without keys, which may be NaN, does not reach the other lse.
+    return torch.exp(-less_a).masked_fill(none_a, 0.0), torch.exp(-less_b).masked_fill(none_b, 0.0), lse
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

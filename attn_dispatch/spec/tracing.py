@@ -54,7 +54,7 @@ def as_operator(*tensors: object) -> bool:
         return transforms() <= {private.GRAD, VMAP}
     if any(_wrapped(x) and not isinstance(x, private.TRACERS) for x in tensors):
         return False
-    return graphed(*tensors) or any(not isinstance(mode, private.REPLAYS) for mode in modes())
+    return graphed(*tensors) or private.mode_count() > 0
 
 
 @contextmanager

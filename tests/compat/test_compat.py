@@ -163,6 +163,30 @@ def test_sdpa(shape: tuple[int, ...], lengths: tuple[int, int], kind: str, width
     assert all(close(x, y) for x, y in pairs)
 
 
+@pytest.mark.parametrize("kind", ["none", "causal", "bool"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((4,), (2, 4)), ((2, 4), (4,)), ((), (2, 4)), ((2, 4), ()), ((1, 4), (2, 4)), ((2, 1), (2, 4)),
+        ((3, 1, 4), (2, 4)), ((0, 4), (0, 4)), ((0,), (0,)), ((2, 0), (2, 0)), ((0, 4), (1, 4)), ((0, 2, 4), (0, 2, 4)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_axes_of_sdpa_that_are_missing_broadcast_or_empty(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], kind: str
+) -> None:
+    q, k, v = (drawn(*shape, n, 8, seed=n).requires_grad_() for shape, n in ((shapes[0], 5), *[(shapes[1], 9)] * 2))
+    mask = distance(5, 9) % 3 < 2 if kind == "bool" else None
+    found, expected = (
+        function(q, k, v, attn_mask=mask, is_causal=kind == "causal")
+        for function in (compat.scaled_dot_product_attention, torch_sdpa)
+    )
+    assert found.shape == expected.shape
+    assert close(found, expected.double())
+    grads, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (found, expected))
+    assert all(close(x, y.double()) for x, y in zip(grads, wanted))
+
+
 def test_sdpa_with_grouped_heads() -> None:
     q, k = drawn(2, 6, 9, 8), drawn(2, 2, 9, 8)
     assert close(

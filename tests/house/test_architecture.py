@@ -55,13 +55,13 @@ LINES = {
     "api": 1095,
     "backends": 2030,
     "base": 540,
-    "calls": 1135,
+    "calls": 1147,
     "cli": 3050,
-    "compat": 505,
-    "decisions": 2295,
-    "entry": 120,
-    "integrations": 1715,  # masks that are read without asking about all pairs took 350
-    "kernels": 10855,  # with parts that two backends share
+    "compat": 506,
+    "decisions": 2298,
+    "entry": 121,
+    "integrations": 1700,  # masks that are read without asking about all pairs took 350
+    "kernels": 10912,  # with parts that two backends share, and merge
     "learning": 980,
     "machine": 1145,
     "nn": 1585,
@@ -72,8 +72,8 @@ LINES = {
     "testing": 910,
     "tuning": 3820,
 }
-BESIDE = {"tests": 39_050, "tools": 6470}  #: the same for the folders beside the package
-PACKAGE = 40_140  #: lines of all rooms together; other systems and devices took 1,100
+BESIDE = {"tests": 39_454, "tools": 6470}  #: the same for the folders beside the package
+PACKAGE = 40_204  #: lines of all rooms together; other systems and devices took 1,100
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -29,7 +29,7 @@ PUBLIC = [
         "Window",
         "attend",
     ),
-    *("counters", "explain", "from_order", "hardware", "positions", "profile", "record", "register"),
+    *("counters", "explain", "from_order", "hardware", "merge", "positions", "profile", "record", "register"),
     *("replacing_sdpa", "shard", "shard_positions", "to_order", "unshard", "warm", "weights_of"),
 ]
 

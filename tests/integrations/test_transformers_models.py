@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from attn_dispatch.errors import InvalidInput
 from tests.support.pairwise import thinned
@@ -64,6 +66,23 @@ def test_patterns_of_layers(name: str, asked: list[str]) -> None:
     case = case_of(name, "none" if name in DECODERS else "left")
     using(case.model, "attn_dispatch")(**case.inputs)
     assert sorted(asked) == PATTERNS[name]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_selective_checkpoints_keep_attention(name: str, asked: list[str], forwards: list[str]) -> None:
+    """Of two layers, two forward passes in place of four, and the same gradients."""
+    model, found = using(decoder(name), "attn_dispatch").train(), list[Any]()
+    saving: Any = partial(create_selective_checkpoint_contexts, [torch.ops.attn_dispatch.attend.default])
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # older
+    for more in (None, {}, {"context_fn": saving}):
+        if more is not None:
+            enable({"use_reentrant": False, **more})
+        forwards.clear()
+        model.zero_grad()
+        model(input_ids=tokens(), use_cache=False).logits.square().mean().backward()
+        found.append((len(forwards), [x.grad for x in model.parameters()]))
+    assert [count for count, _ in found] == [2, 4, 2]
+    assert all(torch.equal(x, y) for _, grads in found[1:] for x, y in zip(grads, found[0][1], strict=True))
 
 
 @torch.no_grad()

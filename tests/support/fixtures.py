@@ -22,7 +22,7 @@ import torch
 from attn_dispatch import process_state
 from attn_dispatch.backends import flex
 from attn_dispatch.decisions import look_up
-from attn_dispatch.kernels import device_cache
+from attn_dispatch.kernels import autograd, device_cache
 from attn_dispatch.kernels.branches import backend as branched
 from attn_dispatch.kernels.flex import attention
 from attn_dispatch.kernels.native import library as native_library
@@ -189,6 +189,21 @@ def fresh_machine() -> Iterator[None]:
     fakes.forget()
     yield
     fakes.forget()
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The forward passes that backends compute, by the name of their kernels."""
+    found: list[str] = []
+    original = autograd._PassesFunction.forward
+
+    def forward(ctx: Any, q: Any, k: Any, v: Any, passes: Any, *masks: Any) -> Any:
+        if not isinstance(passes, autograd._KnownForward):
+            found.append(type(passes).__name__)
+        return original(ctx, q, k, v, passes, *masks)
+
+    monkeypatch.setattr(autograd._PassesFunction, "forward", staticmethod(forward))
+    return found
 
 
 @pytest.fixture

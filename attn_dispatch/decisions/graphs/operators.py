@@ -64,14 +64,15 @@ def applies(call: Call) -> bool:
     """Whether a call is to be the operator: it is traced or seen by a dispatch mode.
 
     It is not with dropout or over ranks. A forced backend that consists of PyTorch's operators is traced through, and
-    inside transforms only the plain formula, which has all derivatives.
+    inside transforms and selective checkpoints only the plain formula, which has all derivatives.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
     if not tracing.as_operator(*call.qkv) or dropout(call.dropout_p) or call.mesh is not None:
         return False
     through = call.backend in registry.names() and registry.load(call.backend).traceable is not None
-    if through and (call.backend == registry.LAST_RESORT or not tracing.is_transformed()):
+    traced = tracing.is_traced(*call.qkv)
+    if through and (call.backend == registry.LAST_RESORT or (traced and not tracing.is_transformed())):
         return False
     count_flops()
     return True

@@ -1,0 +1,182 @@
+"""Selective checkpointing: what a policy saves of attention is not computed again, and changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from attn_dispatch import attend
+from attn_dispatch.spec.data import Ranges
+from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from tests.support.calls import drawn, forget
+from tests.support.graphs import OP
+from tests.support.pairwise import thinned
+
+pytestmark = pytest.mark.usefixtures("no_trials")
+
+LENGTH, HEADS, WIDTH = 32, 4, 8
+PATTERNS = (Dense(is_causal=True), Window(5, 0), Dilated((8, 32), (1, 2)), Neighborhood((4, 8), (3, 3)))
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+contexts: Any = create_selective_checkpoint_contexts
+DOCUMENTS = torch.tensor([[0] * 10 + [1] * 22, [0] * 32])
+SEEN = torch.arange(LENGTH) % 5 != 2
+
+
+def step(attention: Attention, around: Callable[..., Any] = lambda block, x: block(x)) -> tuple[Tensor, ...]:
+    """The result of a layer, and the gradients of its input and weights."""
+    torch.manual_seed(0)
+    weights = [(0.2 * drawn(HEADS * WIDTH, HEADS * WIDTH, seed=s)).requires_grad_() for s in range(4)]
+    x = drawn(2, LENGTH, HEADS * WIDTH, seed=4).requires_grad_()
+
+    def block(x: Tensor) -> Tensor:
+        q, k, v = ((x @ weight).view(2, LENGTH, HEADS, WIDTH) for weight in weights[:3])
+        return x + attention(q, k, v).flatten(2) @ weights[3]
+
+    y: Tensor = around(block, x)
+    return (y, *torch.autograd.grad(y.sin().sum(), (x, *weights)))
+
+
+def saving(*operators: Any) -> Callable[..., Any]:
+    """In a checkpoint whose policy saves the results of these operators."""
+    return partial(checkpoint, use_reentrant=False, context_fn=partial(contexts, list(operators)))
+
+
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(map(torch.equal, found, expected))
+
+
+def heads_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return attend(q, k, v, is_causal=True, layout="bhnd").transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.einsum("nd,md->nm", q[0, :, 0], k[0, :, 0])[None, None]
+    return attend(q, k, v, bias=bias, backend="native")  # type: ignore[no-any-return]
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, lse = attend(q, k, v, Window(5, 0), return_lse=True)
+    return out * lse.transpose(1, 2)[..., None]  # type: ignore[no-any-return]
+
+
+def narrow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([attend(q, k, v[..., :4], is_causal=True)] * 2, -1)
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return attend(q, k, v, is_causal=True).float()  # type: ignore[no-any-return]
+
+
+CALLS: dict[str, Attention] = {
+    "mask": lambda q, k, v: attend(q, k, v, Window(5, 5), key_mask=SEEN.expand(2, -1)),
+    "lengths": lambda q, k, v: attend(q, k, v, is_causal=True, seq_lens=torch.tensor([LENGTH, 7])),
+    "sink": lambda q, k, v: attend(q, k, v, Window(5, 0), sink=torch.ones(HEADS)),
+    "softcap": lambda q, k, v: attend(q, k, v, is_causal=True, softcap=5.0, backend="native"),
+    "bias": biased,
+    "data": lambda q, k, v: attend(q, k, v, Ranges.spans(DOCUMENTS, left=3)),
+    "queries": lambda q, k, v: torch.cat([attend(q[:, :8], k, v), attend(q[:, 8:], k, v)], 1),
+    "heads first": heads_first,
+    "lse": with_lse,
+    "narrow values": narrow,
+    "autocast": under_autocast,
+}
+
+
+@thinned(
+    ("pattern", "backend"),
+    [
+        *product(PATTERNS, (None, "native", "tiles")),
+        *product(PATTERNS[::2], ["sdpa"]),  # the others need a mask
+    ],
+    3,
+)
+def test_saved_attention_is_computed_once(pattern: Pattern, backend: str | None, forwards: list[str]) -> None:
+    """Its out and lse serve the backward pass."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, pattern, backend=backend)  # type: ignore[no-any-return]
+
+    expected = step(attention)
+    forwards.clear()
+    found = step(attention, saving(OP))
+    assert len(forwards) == 1
+    assert same(found, expected)
+    forwards.clear()
+    found = step(attention, saving(torch.ops.aten.mm.default))
+    assert len(forwards) == 2
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_whatever_a_call_asks_for(name: str, forwards: list[str]) -> None:
+    expected = step(CALLS[name])
+    once = len(forwards)
+    assert once
+    forwards.clear()
+    found = step(CALLS[name], saving(OP))
+    assert len(forwards) == once
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("given", [{"documents": DOCUMENTS}, {"backend": "manual"}, {"dropout_p": 0.2}], ids=str)
+def test_what_is_no_operator_is_computed_again(given: Any, forwards: list[str]) -> None:
+    """Twice, and no third time for gradients."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, is_causal=True, **given)  # type: ignore[no-any-return]
+
+    expected, once = step(attention), len(forwards)
+    assert once or "documents" not in given
+    assert same(step(attention, saving(OP)), expected)
+    assert len(forwards) == 3 * once
+
+
+def test_a_policy_sees_each_call_once() -> None:
+    """And nothing of what is inside, which depends on the choice."""
+    seen: list[Any] = []
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(operator)
+        return CheckpointPolicy.MUST_SAVE if operator is OP else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(attend(q, k, v, Window(3, 0)), k, v, is_causal=True)  # type: ignore[no-any-return]
+
+    step(attention, partial(checkpoint, use_reentrant=False, context_fn=partial(contexts, policy)))
+    assert seen.count(OP) == 2
+    assert not [each for each in seen if "attention" in str(each)]
+
+
+def test_another_choice_in_the_backward_pass(forwards: list[str]) -> None:
+    """Here another backend is forced once the forward pass has ended: the saved results serve it, too."""
+    names = iter(["sdpa", "native"])
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, is_causal=True, backend=next(names))  # type: ignore[no-any-return]
+
+    found = step(attention, saving(OP))
+    assert len(forwards) == 1
+    expected = step(lambda q, k, v: attend(q, k, v, is_causal=True, backend="manual"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("little_time")
+def test_a_first_call_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DISPATCH_MODE", "tune")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, Window(4, 1))  # type: ignore[no-any-return]
+
+    found = step(attention, saving(OP))
+    assert same(found, step(attention))
+    forget()
+    assert same(step(attention, saving(OP)), found)
