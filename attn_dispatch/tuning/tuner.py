@@ -60,9 +60,7 @@ CHECK_S = 0.005  #: seconds that checking a candidate's results is expected to t
 BACKWARD_CALLS = 3.5  #: forward and backward pass in forward passes, as expected before one was timed
 
 RATE = 2.0  #: rate assumed at most for an untried candidate, relative to the first admitted one's
-#: The same for some: the last resort writes the matrix of scores to memory several times, and `tiles` calls PyTorch's
-#: products one by one (tools/results/choices.json has the times of both).
-RATES = {registry.LAST_RESORT: 0.25, "tiles": 1.0}
+RATES = {registry.LAST_RESORT: 0.25, "tiles": 1.0}  #: the same for some, as tools/results/choices.json has them
 
 
 def run_trial(request: Request, budget_s: float | None, **options: Any) -> Decision | None:
@@ -327,7 +325,6 @@ class Trial:
             return why, need_s
         rounds_s = ENOUGH_ROUNDS * sum(admitted.call_ms for admitted in self.admitted.values()) / 1e3
         if not may_win and rounds_s + least_s > left_s:
-            work += f" at {rate:g} times its rate at most"
             return f"{work}, and the {left_s:.3g} s left of the budget are needed to compare the others", need_s
         return "", 0.0
 
