@@ -178,7 +178,7 @@ def tables(found: Any) -> Iterator[Table]:
         ("pattern", "tokens", "dtype", *titles),
         [(*line, *(cells[column] for column in columns)) for line, cells in lines.items()],
         "GFLOP/s that the pattern needs, and their share of the limit in the same rounds: multiply-adds, for "
-        "bfloat16 dot products, or tiles where the processor has them (AMX); * reading memory. Batch 1, heads of 64: "
+        "bfloat16 dot products or AMX tiles; * reading memory. Batch 1, heads of 64: "
         "8, or 4 in Hilbert order for neighbourhoods.",
     )
 
