@@ -73,7 +73,8 @@ inline vec larger(vec a, vec b) {
 #endif
 }
 
-// 2^x for x <= 0, 0 for -inf. The polynomial is fitted on [-1/2, 1/2] to a relative error of 2e-8.
+// 2^x for x <= 0, 0 below 2^-126: some processors take 150 cycles for a result that is no normal number. The polynomial is
+// fitted on [-1/2, 1/2] to a relative error of 2e-8.
 inline vec exp2_(vec x) {
     x = larger(splat(-160.0f), x); // in this order NaN stays NaN
 #if defined(__AVX512F__)
@@ -89,7 +90,8 @@ inline vec exp2_(vec x) {
                     6.931471824645996e-1f, 1.0f})
         p = p * f + splat(c);
 #if defined(__AVX512F__)
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
+    __mmask16 normal = _mm512_cmp_ps_mask((__m512)whole, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)whole);
 #else
     vec scaled = (vec)((ivec)p + (__builtin_convertvector(whole, ivec) << 23));
     return whole < splat(-125.0f) ? vec{} : scaled;
