@@ -72,8 +72,8 @@ LINES = {
     "testing": 910,
     "tuning": 3820,
 }
-BESIDE = {"tests": 39_475, "tools": 6495}  #: the same for the folders beside the package
-PACKAGE = 40_425  #: lines of all rooms together; other systems and devices took 1,100
+BESIDE = {"tests": 39_475, "tools": 6496}  #: the same for the folders beside the package
+PACKAGE = 40_427  #: lines of all rooms together; other systems and devices took 1,100
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -48,11 +48,13 @@ def gains() -> str:
     ]
     rows.append(("a whole dense model of 4 layers in training", "`native`", _range(training), "-", "not measured"))
     processors = ", ".join(sorted({each["provenance"]["name"] for each in shipped}))
+    others = " and ".join(sorted({load(each)["provenance"]["name"] for each in ("decode", "documents", "end_to_end")}))
     note = (
         "Median (least to most; n: problems in which SDPA was timed, too), float32 and bfloat16, forward and backward. "
         "SDPA runs dilated patterns branch by branch and joins them; windows and neighbourhoods need a mask there. "
-        f"The first four rows: `profiles/`, of {processors}; the others: `tools/results/`, of the last one. Another "
-        "CPU may gain less, or more. One GPU, an H100, was measured for minutes, against the faster of SDPA's kernels. "
+        f"The first four rows: `profiles/`, of {processors}; the others: `tools/results/`, of {others}. "
+        "Another CPU may gain less, or more. One GPU, an H100, was measured for minutes, against the faster of SDPA's "
+        "kernels. "
         "[All results](docs/results/README.md), each with its command."
     )
     return f"{markdown(head, rows)}\n\n{note}"
