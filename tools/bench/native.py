@@ -78,7 +78,7 @@ class Limits:
         self._library = ctypes.CDLL(str(path))
         lanes, pairs = self._library.sum_lanes(), self._library.dot_product_terms()
         terms = {"multiply_add": lanes, "dot_product": pairs * lanes, "tile_product": self._library.tile_terms()}
-        self._terms = {name: count for name, count in terms.items() if count}  # multiply-adds of a step
+        self._terms: dict[str, int] = {name: count for name, count in terms.items() if count}  # multiply-adds of a step
         self.names = list(self._terms)
         self._steps = dict.fromkeys(self.names, 2**16)
         for name in self.names:
