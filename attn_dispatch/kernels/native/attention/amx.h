@@ -8,7 +8,7 @@
 #include "products.h"
 #include "tiles.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__linux__) // clang names it otherwise
 #define HAS_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -114,9 +114,10 @@ struct PairedBack {
     template <class Slope> __m512i put(int t, int n, const Slope& slope) {
         vec p, ds;
         slope(t, n, p, ds);
-        const __mmask16 used = (__mmask16)(0xffff >> std::max(0, (n + 1) * W - s.lanes)); // others may be NaN
-        __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(used, (__m512)ds));
-        store((u16*)(s.scores + t * T) + n * W, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(used, (__m512)p)));
+        ivec used;
+        for (int i = 0; i < W; i++) used[i] = n * W + i < s.lanes ? -1 : 0; // what others have may be NaN
+        __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)((ivec)ds & used));
+        store((u16*)(s.scores + t * T) + n * W, (__m256i)_mm512_cvtneps_pbh((__m512)((ivec)p & used)));
         store((u16*)(s.other + t * T) + n * W, rounded);
         return _mm512_cvtepu16_epi32(rounded);
     }

@@ -30,6 +30,12 @@ INLINE void interleave(const void* first, const void* second, __m512i (&to)[2]) 
     to[0] = _mm512_permutex2var_epi16(x, low, y);
     to[1] = _mm512_permutex2var_epi16(x, _mm512_add_epi16(low, _mm512_set1_epi16(W)), y);
 }
+// Two vectors rounded, entries of each in turns.
+INLINE __m512i rounded(vec first, vec second) {
+    __m512i turns, both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    for (int i = 0; i < 2 * W; i++) ((u16*)&turns)[i] = (u16)(i / 2 + i % 2 * W);
+    return _mm512_permutexvar_epi16(turns, both);
+}
 inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bits << 16; }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "arm/pairs.h"

@@ -81,12 +81,9 @@ struct Pairs : Floats {
     static __m512i round(vec x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
     template <class Weight> static void put(const Scratch& s, const Block& block, int n, const Weight& weight) {
         int t = 0;
-        __m512i turns;
-        for (int i = 0; i < 2 * W; i++) ((u16*)&turns)[i] = (u16)(i / 2 + i % 2 * W);
         for (; t + 1 < block.keys; t += 2) {
             vec first = weight(t), second = weight(t + 1);
-            __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-            store(s.other + t / 2 * s.pitch + n * W, _mm512_permutexvar_epi16(turns, both));
+            store(s.other + t / 2 * s.pitch + n * W, rounded(first, second));
         }
         if (t < block.keys) store(s.other + t / 2 * s.pitch + n * W, round(weight(t)));
     }

@@ -28,6 +28,12 @@ INLINE void interleave(const void* first, const void* second, ivec (&to)[2]) {
     to[1] = (ivec)vzip2q_u16(x, y);
 }
 
+// Two vectors rounded, entries of each in turns.
+INLINE ivec rounded(vec first, vec second) {
+    uint16x4_t x = (uint16x4_t)vcvt_bf16_f32((float32x4_t)first), y = (uint16x4_t)vcvt_bf16_f32((float32x4_t)second);
+    return (ivec)vcombine_u16(vzip1_u16(x, y), vzip2_u16(x, y));
+}
+
 // x[i][j] becomes x[j][i].
 inline void transpose(vec (&x)[W]) {
     auto pairs = [](float32x4_t a, float32x4_t b, bool high) {
