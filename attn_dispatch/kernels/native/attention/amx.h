@@ -51,7 +51,7 @@ class Amx {
         width = pairs;
         TileSizes(pairs).load();
     }
-    // Pairs in a row of A that divide a row of a head, as few as are worth it; 0 if there are none.
+    // Pairs in a row of A: as many as fit and divide the pairs of a head's row; 0 if those are too few to be worth it.
     static int divisor(int pairs) {
         for (int size = SIDE; size >= SIDE / 2; size--)
             if (pairs % size == 0) return size;
@@ -115,7 +115,7 @@ public:
         return has_amx && pitch > FEW && depth <= DEEPEST && divisor(depth / 2) > 0;
     }
 
-    // Dot: the scores of keys. Rows past the last key get some too.
+    // Dot: the scores of keys. Up to SIDE - 1 rows of `scores` past the last key are overwritten too.
     void dot(Rows rows, int pairs, int pitch, const void* lanes, float* scores, int keys, int from, int to) {
         resize(divisor(pairs));
         alignas(CACHE_LINE) char copies[SIDE * DEEPEST * 2];

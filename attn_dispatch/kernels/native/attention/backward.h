@@ -115,11 +115,11 @@ struct PairedBack {
         vec p, ds;
         slope(t, n, p, ds);
         ivec used;
-        for (int i = 0; i < W; i++) used[i] = n * W + i < s.lanes ? -1 : 0; // what others have may be NaN
-        __m256i rounded = (__m256i)_mm512_cvtneps_pbh((__m512)((ivec)ds & used));
+        for (int i = 0; i < W; i++) used[i] = n * W + i < s.lanes ? -1 : 0; // unused lanes may hold NaN
+        __m256i slopes = (__m256i)_mm512_cvtneps_pbh((__m512)((ivec)ds & used));
         store((u16*)(s.scores + t * T) + n * W, (__m256i)_mm512_cvtneps_pbh((__m512)((ivec)p & used)));
-        store((u16*)(s.other + t * T) + n * W, rounded);
-        return _mm512_cvtepu16_epi32(rounded);
+        store((u16*)(s.other + t * T) + n * W, slopes);
+        return _mm512_cvtepu16_epi32(slopes);
     }
     void add(const Block& block, int count, Rows dk, Rows dv) {
         int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2, done = 0;

@@ -73,8 +73,8 @@ inline vec larger(vec a, vec b) {
 #endif
 }
 
-// 2^x for x <= 0, 0 below 2^-126: some processors take 150 cycles for a result that is no normal number. The polynomial is
-// fitted on [-1/2, 1/2] to a relative error of 2e-8.
+// 2^x for x <= 0, 0 below 2^-126: Intel's processors take far longer for a result that is no normal number. The polynomial
+// is fitted on [-1/2, 1/2] to a relative error of 2e-8.
 inline vec exp2_(vec x) {
     x = larger(splat(-160.0f), x); // in this order NaN stays NaN
 #if defined(__AVX512F__)
