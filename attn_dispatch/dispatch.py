@@ -19,7 +19,6 @@ from attn_dispatch import recording
 from attn_dispatch.calls import graph_runs
 from attn_dispatch.calls.rewrites import REWRITES, explained
 from attn_dispatch.calls.routes import new_route, route_of_data, routes
-from attn_dispatch.calls.widths import is_one, plain_call
 from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
@@ -99,7 +98,8 @@ def attend(
         key_lens: [batch] int32 or int64: each row's keys, of which the last is aligned with the last query, as in
             a cache whose rows are filled to different lengths. What follows them is not read. The host reads them
             unless they are on a GPU and a backend takes them there, which clamps them to 0..k_len.
-        alignment: "lower_right", or "upper_left", which aligns the first query with the first key, for causal `Dense`.
+        alignment: "lower_right", or "upper_left", which aligns the first query with the first key, for causal `Dense`
+            and `Window`.
         first_head, all_heads: where q, k and v hold a share of the heads, as on a rank of a program that shards them:
             the number of q's first head, and of all heads. Patterns that differ by head go by these numbers.
 
@@ -238,8 +238,8 @@ def _attend_backward(
 
 def _computed(call: Call, needs_grad: bool, known: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
     """out, and lse where it is known. Without gradients as attend() does it, which finds its routes sooner."""
-    if needs_grad and is_one(call):
-        return graph_runs.with_gradients(plain_call(call), known)
+    if needs_grad and (found := graph_runs.with_gradients(call, known)) is not None:
+        return found
     found = _run(call)
     return found if call.return_lse else (found, None)
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
-from attn_dispatch.decisions.call import resolve
+from attn_dispatch.calls import packing, widths
+from attn_dispatch.decisions.call import ResolvedCall, resolve
 from attn_dispatch.decisions.graphs.encoding import Encoded, decoded
 from attn_dispatch.decisions.trial_limits import without_saving_hooks
 from attn_dispatch.errors import NoBackend
@@ -77,23 +78,41 @@ def gradients_of(
     return found_grads if len(inputs) == 4 else (*found_grads, inputs[0].new_empty(0))
 
 
-def with_gradients(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:
-    """out and lse of a call that is one problem.
+def with_gradients(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None] | None:
+    """out and lse of a call that a backend runs as one; None for others.
 
     Args:
         known: out and lse of the forward pass. They are computed again where this left lse out, or was traced without
             gradients.
     """
-    problem = Problem.of_call(call)
-    if call.seq_lens is not None:
-        check_seq_lens_values(call.seq_lens, problem.q_len)
-    resolved = resolve(problem, call.backend, call.order)
+    if call.packs and (cut := packing.of_data(call)) is not None:
+        (call,) = cut.calls
+    if call.key_lens is not None or widths.unequal(call) or widths.is_empty(call):
+        return None
+    call, given = widths.plain_call(call), None
+    resolved: ResolvedCall | None
+    if call.packs:
+        given, problem = packing.described(call)
+        if problem is None:
+            return None
+        resolved = packing.at_once(problem, given, (call.backend, call.order))
+        if resolved is None:
+            _without_lse.add(problem)
+            return None
+    else:
+        problem = Problem.of_call(call)
+        if call.seq_lens is not None:
+            check_seq_lens_values(call.seq_lens, problem.q_len)
+        resolved = resolve(problem, call.backend, call.order)
+    known = None if known is None or not known[1].numel() or problem in _without_lse else known
     # lse is needed by the backward pass. What decides is the call without it, as where no graph is made.
     if not call.return_lse and _gives_lse(resolved.backend.split("@")[0], problem):
         resolved = replace(resolved, problem=replace(problem, return_lse=True))
-    again = known is None or not known[1].numel() or problem in _without_lse
-    with nullcontext() if known is None or again else result_known(call.k, call.v, *known):
-        out, lse = resolved.result(*call.qkv, **call.tensors)
+    if given is not None:
+        out, lse = packing.all_documents(resolved, call, given, known)
+    else:
+        with nullcontext() if known is None else result_known(call.k, call.v, *known):
+            out, lse = resolved.result(*call.qkv, **call.tensors)
     if lse is None:
         _without_lse.add(problem)
     return out, lse

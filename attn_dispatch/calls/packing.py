@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import private, process_state
-from attn_dispatch.calls.widths import is_empty, plain_call, widths
+from attn_dispatch.calls.widths import is_empty, plain_call, unequal, widths
 from attn_dispatch.decisions import unmeasured
 from attn_dispatch.decisions.call import MAX_CALLS, ResolvedCall, Rewritten, notify, observed, only, resolve
 from attn_dispatch.decisions.decide import decision_for, drop_oldest, explain_problem, lock, on_trial
@@ -23,6 +23,7 @@ from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import device_cache, registry
+from attn_dispatch.kernels.autograd import result_known
 from attn_dispatch.kernels.limits import LARGEST_GRID
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
@@ -274,19 +275,37 @@ def documents(call: Call) -> Rewritten | None:
     """
     if not call.packs:
         return None
-    check_alone(call)
-    common = choose_pattern(call).lengthened(1, 2) is not None  # a pattern of rows of any length
-    problem = Problem.of_call(call if common else call.with_pattern(None), may_be_empty=True)
-    lengths = lengths_of(call, problem.batch, problem.q_len, problem.k_len)
+    given, whole = described(call)
     if not call.q.numel():
         return Rewritten([call._replace(documents=None, cu_seqlens=None)], only)
-    given = Documents(lengths, call.q.device)
     traced = tracing.is_traced(*call.qkv) or tracing.has_tangents(*call.qkv, *call.tensors.values())
     if traced:
         return Rewritten(_calls(call, given), partial(_joined, call, given))
     unmeasured.check_names(call.backend, call.order)
-    whole = replace(problem, is_document=True) if common else None
     return Rewritten([], lambda _: _by_documents(call, given, whole), lambda: _explained(call, given, whole))
+
+
+def described(call: Call) -> tuple[Documents, Problem | None]:
+    """The documents of packed rows, and these as one problem, where their pattern is of rows of any length.
+
+    Raises:
+        InvalidInput: an argument is wrong, or cannot be given with documents.
+    """
+    check_alone(call)
+    common = choose_pattern(call).lengthened(1, 2) is not None
+    problem = Problem.of_call(call if common else call.with_pattern(None), may_be_empty=True)
+    lengths = lengths_of(call, problem.batch, problem.q_len, problem.k_len)
+    return Documents(lengths, call.q.device), replace(problem, is_document=True) if common else None
+
+
+def is_one(call: Call) -> bool:
+    """Whether a backend runs a call as one, so that its out and lse are all that its backward pass needs."""
+    if call.key_lens is not None or unequal(call) or is_empty(call):
+        return False
+    if not call.packs or isinstance(call.pattern, DataPattern):
+        return True
+    given, whole = described(call)
+    return whole is not None and at_once(whole, given, (call.backend, call.order)) is not None
 
 
 def check_alone(call: Call) -> None:
@@ -297,13 +316,13 @@ def check_alone(call: Call) -> None:
 
 
 def _by_documents(call: Call, given: Documents, whole: Problem | None) -> Any:
-    """The results of packed rows, whose problem as a whole is `whole`, where their pattern is of rows of any length."""
+    """The results of packed rows; `described` has the rest."""
     cast = None if call.q.dtype == torch.float64 else autocast_dtype(call.q.device.type)
     with nullcontext() if cast is None else torch.autocast(call.q.device.type, enabled=False):
         if cast is not None:
             call = call._replace(**{name: getattr(call, name).to(cast) for name in "qkv"})
-        if whole is not None and (resolved := _at_once(whole, given, (call.backend, call.order))) is not None:
-            return _all_documents(resolved, call, given)
+        if whole is not None and (resolved := at_once(whole, given, (call.backend, call.order))) is not None:
+            return call.returned(*all_documents(resolved, call, given))
         return _joined(call, given, [_of_one_length(each) for each in _calls(call, given)])
 
 
@@ -324,7 +343,7 @@ def _explained(call: Call, given: Documents, whole: Problem | None) -> list[Expl
     return [explain_problem(each, call.backend, call.order) for each in problems]
 
 
-def _at_once(problem: Problem, given: Documents, forced: tuple[Any, Any]) -> ResolvedCall | None:
+def at_once(problem: Problem, given: Documents, forced: tuple[Any, Any]) -> ResolvedCall | None:
     """A call of the `run_documents` of the backend that is forced, or decided for most of the work.
 
     None where it has none, or that does not take this problem, which is of packed rows, or a trial goes on between
@@ -390,8 +409,15 @@ process_state.register(process_state.ROUTES, _calls_at_once.clear)
 process_state.register(process_state.ON_DEVICE, _calls_at_once.clear)
 
 
-def _all_documents(resolved: ResolvedCall, call: Call, given: Documents) -> Any:
-    """The results of a backend that takes all documents. Rows that differ are computed as one."""
+def all_documents(
+    resolved: ResolvedCall, call: Call, given: Documents, known: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """out [batch, len, heads, head_dim] and lse of a backend that takes all documents. Rows that differ are computed as
+    one.
+
+    Args:
+        known: out and lse, which are then not computed.
+    """
     (q, k, v), tensors, lengths = call.tokens_first, call.tensors, given.lengths[0]
     if not given.rows_are_alike:
         q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
@@ -399,13 +425,15 @@ def _all_documents(resolved: ResolvedCall, call: Call, given: Documents) -> Any:
         tensors = {**tensors, "key_mask": None if mask is None else mask.flatten(0, 1)[None]}
         problem = replace(resolved.problem, batch=1, q_len=q.shape[1], k_len=q.shape[1])
         resolved, lengths = replace(resolved, problem=problem), [length for row in given.lengths for length in row]
+        known = known and (known[0].flatten(0, 1)[None], known[1].transpose(0, 1).flatten(1)[None])
     run = partial(resolved.run, lengths=tuple(lengths))
-    out, lse = replace(resolved, run=run).result(q, k, v, **tensors)
+    with nullcontext() if known is None else result_known(k, v, *known):
+        out, lse = replace(resolved, run=run).result(q, k, v, **tensors)
     if not given.rows_are_alike:
         batch = len(given.lengths)
         out = torch.unflatten(out[0], 0, (batch, -1))
         lse = None if lse is None else torch.unflatten(lse[0], 1, (batch, -1)).transpose(0, 1)
-    return call.returned(out, lse)
+    return out, lse
 
 
 def _calls(call: Call, given: Documents) -> list[Call]:

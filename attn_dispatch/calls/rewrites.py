@@ -64,9 +64,10 @@ def in_context_parallel(call: Call) -> Rewritten | None:
 def as_operator(call: Call) -> Rewritten | None:
     """Where a call is traced, or a dispatch mode sees it: one operator, which is this call when it runs.
 
-    Selective checkpoints see one for each problem: of several, a backward pass would compute saved results again.
+    Selective checkpoints see one for each run of a backend: of several, a backward pass would compute saved results
+    again.
     """
-    if operators.applies(call) and (tracing.is_traced(*call.qkv) or widths.is_one(call)):
+    if operators.applies(call) and (tracing.is_traced(*call.qkv) or packing.is_one(call)):
         return Rewritten([], lambda _: operators.attend_by_operator(call))
     tracing.refuse_jit()
     tracing.check_sizes(q=call.q, k=call.k, v=call.v)

@@ -38,11 +38,6 @@ def is_empty(call: Call) -> bool:
     return _have_axes(call) and 0 in (call.q.numel(), call.k.numel())
 
 
-def is_one(call: Call) -> bool:
-    """Whether a call is one problem, so that its out and lse are all that its backward pass needs."""
-    return not (call.packs or call.key_lens is not None or unequal(call) or is_empty(call))
-
-
 def _have_axes(call: Call) -> bool:
     return all(isinstance(x, Tensor) and x.ndim == 4 for x in call.qkv)  # else `Problem.of_call` raises
 
@@ -78,21 +73,32 @@ def alignment(call: Call) -> Rewritten | None:
         raise InvalidInput(f"alignment must be one of {ALIGNMENTS}, got {call.alignment!r}")
     pattern = choose_pattern(call)
     others = [name for name in ("mesh", "key_lens") if getattr(call, name) is not None]
-    if pattern != Dense(is_causal=True) or others:
+    window = Window(None, 0) if pattern == Dense(is_causal=True) else pattern
+    if not isinstance(window, Window) or window.sinks or others:
         what = f"with {others[0]}" if others else f"for {pattern}"
-        raise InvalidInput(f"alignment='upper_left' is for causal Dense attention of whole tensors, not {what}")
+        raise InvalidInput(
+            f"alignment='upper_left' is for causal Dense and Window attention of whole tensors, not {what}"
+        )
     operators.check_whole(call)
     tokens = call.layout.index("n")
     q_len, k_len = call.q.shape[tokens], call.k.shape[tokens]
     if call.alibi_slopes is not None and q_len > k_len:
         raise InvalidInput(f"alibi_slopes with alignment='upper_left' need q_len <= k_len, got {q_len} and {k_len}")
-    seen = _least(q_len, k_len)  # without a comparison, which a graph would hold
+    left, right = window.left, window.right
+    # Without a comparison, which a graph would hold.
+    seen = k_len if right is None else _least(q_len + right, k_len)
     changes: dict[str, Any] = {name: getattr(call, name).narrow(tokens, 0, seen) for name in ("k", "v")}
     for name in ("key_mask", "bias"):
         if getattr(call, name) is not None:
             changes[name] = getattr(call, name).narrow(-1, 0, seen)
-    # Queries after the last key see all.
-    return Rewritten([call.with_pattern(Window(None, q_len - seen), alignment=ALIGNMENTS[0], **changes)], only)
+    more = q_len - seen  # the last query is aligned with a key that is so much before it
+    if left is not None and left < more:
+        raise InvalidInput(
+            f"{pattern} with alignment='upper_left' needs q_len <= k_len + {left}, got {q_len} and {k_len}: "
+            "let out the queries that see no key"
+        )
+    found = Window(None if left is None else left - more, None if right is None else right + more)
+    return Rewritten([call.with_pattern(found, alignment=ALIGNMENTS[0], **changes)], only)
 
 
 def without_tensors(call: Call) -> Rewritten | None:

@@ -6,19 +6,21 @@ Source of the interface: Dao-AILab/flash-attention, flash_attn_interface.py of 2
 from __future__ import annotations
 
 import operator
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.calls.packing import read_on_host
+from attn_dispatch.compat.sequences import borders, sequences
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import torch_settings
-from attn_dispatch.spec.checks import boolean
+from attn_dispatch.spec.checks import boolean, integer
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.problem import dropout
+from attn_dispatch.spec.tensors import check_tensor
 
 
 def flash_attn_func(
@@ -106,13 +108,137 @@ def flash_attn_varlen_func(
         given |= {"cu_seqlens": cu_seqlens_q, "alibi_slopes": alibi_slopes}
         parts = [_attend(deterministic, q[None], k[None], v[None], pattern, **given)]
     else:
-        parts = []
-        for row, three in enumerate(sequences(q[None], k[None], v[None], lists)):
+        names, parts = ("cu_seqlens_q", "cu_seqlens_k"), []
+        of_q, of_k = (borders(name, lists[name], len(each)) for name, each in zip(names, (q, k)))
+        for row, three in enumerate(sequences(q[None], k[None], v[None], names, of_q, of_k)):
             slopes = alibi_slopes[row] if alibi_slopes is not None and by_sequence else alibi_slopes
             parts.append(_attend(deterministic, *three, pattern, alibi_slopes=slopes, **given))
     if not return_attn_probs:
         return torch.cat([out[0] for out in parts])
     return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1), None
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_with_kvcache: queries over a cache, to which new keys and values are written first.
+
+    Args:
+        q: [batch, q_len, heads, head_dim]; the last one is aligned with the last key of its row.
+        k_cache, v_cache: [rows, k_len, kv_heads, head_dim].
+        k, v: [batch, new, kv_heads, head_dim], written into the cache from cache_seqlens on.
+        rotary_cos, rotary_sin: [positions, half of the rotated dimensions]: k, and q if causal or in a window, are
+            rotated by those from cache_seqlens on, other q by that of cache_seqlens.
+        cache_seqlens: filled keys: an integer, or int32 or int64 [batch]; None: all.
+        cache_batch_idx: [batch], the row of the cache of each row of q: they are copied.
+        cache_leftpad: [batch], the first key of each row.
+        rotary_interleaved: pairs are dimensions 0 and 1, and so on; else 0 and half of the rotated ones.
+        num_splits: not needed: attend() chooses.
+        return_softmax_lse: return (out, lse); lse is [batch, heads, q_len].
+
+    Others as for `flash_attn_func`. It has no gradients.
+
+    Raises:
+        InvalidInput: an argument is wrong, or asks for what attend() has not.
+    """
+    for name, flag in (("rotary_interleaved", rotary_interleaved), ("return_softmax_lse", return_softmax_lse)):
+        boolean(name, flag)
+    if block_table is not None:
+        raise InvalidInput("block_table must be None: keys in pages are not supported")
+    tensors = (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))
+    for name, x in tensors:
+        if x is not None or name in ("q", "k_cache", "v_cache"):
+            check_tensor(name, x, (0, 1, 2, 3))
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            raise InvalidInput(f"{name} requires a gradient, which a cache has not: call it under torch.no_grad()")
+    if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
+        raise InvalidInput("k and v must be given together, and so must rotary_cos and rotary_sin")
+    if k is None and rotary_cos is not None:
+        raise InvalidInput("rotary_cos and rotary_sin need k and v: keys of the cache are not rotated")
+    if k is not None and cache_seqlens is None:
+        raise InvalidInput("k and v need cache_seqlens, which says where they are written")
+    batch, new = len(q), 0 if k is None else k.shape[1]
+    for name, x in tensors[3:]:
+        shape = [batch, new, *(k_cache if name == "k" else v_cache).shape[2:]]
+        if x is not None and (list(x.shape) != shape or x.dtype != q.dtype or x.device != q.device):
+            got = f"{list(x.shape)}, {x.dtype}, on {x.device}"
+            raise InvalidInput(f"{name} must be {shape}, {q.dtype}, on {q.device}, as q and the cache are, got {got}")
+    k_len, pattern = k_cache.shape[1], _pattern(causal, window_size)
+    lengths = _row_numbers("cache_seqlens", cache_seqlens, batch, k_len - new, q.device)
+    rows = _row_numbers("cache_batch_idx", cache_batch_idx, batch, len(k_cache) - 1, q.device)
+    first = _row_numbers("cache_leftpad", cache_leftpad, batch, k_len, q.device)
+    if k is not None and v is not None:
+        assert lengths is not None
+        positions = lengths[:, None] + torch.arange(new, device=q.device)
+        if rotary_cos is not None and rotary_sin is not None:
+            turn = partial(_rotated, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved)
+            steps = torch.arange(q.shape[1], device=q.device) if pattern != Dense() else 0
+            q, k = turn(q, lengths[:, None] + steps), turn(k, positions)
+        into = torch.arange(batch, device=q.device) if rows is None else rows
+        for cache, x in ((k_cache, k), (v_cache, v)):
+            cache[into[:, None], positions] = x
+    if rows is not None:
+        k_cache, v_cache = k_cache[rows], v_cache[rows]
+    seen = None if first is None else torch.arange(k_len, device=q.device) >= first[:, None]
+    given = _given(causal, False, return_softmax_lse, 0.0, softmax_scale, softcap)
+    more: dict[str, Any] = {"alibi_slopes": alibi_slopes, "key_mask": seen}
+    if isinstance(cache_seqlens, int):  # alike in all rows: views
+        filled = cache_seqlens + new
+        k_cache, v_cache = k_cache[:, :filled], v_cache[:, :filled]
+        more["key_mask"] = None if seen is None else seen[:, :filled]
+    elif lengths is not None:
+        more["key_lens"] = lengths + new
+    return attend(q, k_cache, v_cache, pattern, **more, **given)
+
+
+def _row_numbers(name: str, x: Any, batch: int, most: int, device: torch.device) -> Tensor | None:
+    """An argument of one number for each row of the batch, int64. Raises InvalidInput; on a GPU values are not read."""
+    if x is None:
+        return None
+    if not isinstance(x, Tensor):
+        if integer(name, x, 0) > most:
+            raise InvalidInput(f"{name} must lie in 0..{most}, got {x}")
+        return torch.full((batch,), x, device=device)
+    if x.dtype not in (torch.int32, torch.int64) or list(x.shape) != [batch] or x.device != device:
+        got = f"{list(x.shape)}, {x.dtype}, on {x.device}"
+        raise InvalidInput(f"{name} must be an int32 or int64 tensor [{batch}] on {device}, got {got}")
+    if x.device.type == "cpu" and batch and not 0 <= int(x.min()) <= int(x.max()) <= most:
+        raise InvalidInput(f"{name} must lie in 0..{most}, got {x.tolist()}")
+    return x.long()
+
+
+def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [batch, len, heads, head_dim], turned in pairs by the rows of cos and sin at positions [batch, len or 1]."""
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(table, Tensor) or table.shape != cos.shape or table.ndim != 2:
+            raise InvalidInput(f"{name} must be a tensor [positions, half of the rotated dimensions]")
+    if 2 * cos.shape[1] > x.shape[-1]:
+        raise InvalidInput(f"rotary_cos must have at most {x.shape[-1] // 2} columns, got {cos.shape[1]}")
+    if positions.device.type == "cpu" and positions.numel() and int(positions.max()) >= len(cos):
+        raise InvalidInput(f"rotary_cos must have a row for position {int(positions.max())}, got {len(cos)}")
+    c, s = (table[positions][:, :, None].float() for table in (cos, sin))
+    turned, rest = x[..., : 2 * cos.shape[1]].float(), x[..., 2 * cos.shape[1] :]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    pair = torch.stack([a * c - b * s, a * s + b * c], -1 if interleaved else -2)
+    return torch.cat([pair.flatten(-2).to(x.dtype), rest], -1)
 
 
 def _pattern(causal: bool, window_size: tuple[int, int]) -> Pattern:
@@ -138,27 +264,6 @@ def _given(
         raise InvalidInput("return_attn_probs gives no dropout pattern: it needs dropout_p = 0")
     softcap = None if isinstance(softcap, (int, float)) and softcap == 0 else softcap
     return {"dropout_p": dropout_p, "scale": scale, "softcap": softcap, "return_lse": return_attn_probs}
-
-
-def sequences(q: Tensor, k: Tensor, v: Tensor, starts: dict[str, list[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q, k and v [1, tokens, heads, head_dim] of each sequence, which stand one after the other.
-
-    Args:
-        starts: by the arguments' names, where each sequence's queries start and the last ones end; the same of keys.
-
-    Raises:
-        InvalidInput: they are not those of these tensors.
-    """
-    for (name, given), x in zip(starts.items(), (q, k)):
-        if len(given) < 2 or (given[0], given[-1]) != (0, x.shape[1]) or given != sorted(given):
-            raise InvalidInput(f"{name} must rise from 0 to {x.shape[1]}, got {given[:8]}")
-    (first, of_q), (second, of_k) = starts.items()
-    if len(of_q) != len(of_k):
-        raise InvalidInput(f"{first} and {second} must have equal lengths, got {len(of_q)} and {len(of_k)}")
-    if k.shape[1] != v.shape[1]:
-        raise InvalidInput(f"keys and values must have equal lengths, got {k.shape[1]} and {v.shape[1]}")
-    borders = zip(pairwise(of_q), pairwise(of_k))
-    return [(q[:, a:b], k[:, c:d], v[:, c:d]) for (a, b), (c, d) in borders]
 
 
 def _attend(deterministic: bool, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **arguments: Any) -> Any:

@@ -11,15 +11,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.compat.flash_attn import sequences
+from attn_dispatch.compat.sequences import borders, sequences
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.spec.pattern import Dense, Pattern, Window
+from attn_dispatch.spec.pattern import Dense, Window
 
-_PATTERNS: dict[str, Callable[[Any], Pattern]] = {
-    "LowerTriangularFromBottomRightMask": lambda mask: Dense(is_causal=True),
-    "LowerTriangularFromBottomRightLocalAttentionMask": lambda mask: Window(mask._window_size - 1, 0),
-    "LocalAttentionFromBottomRightMask": lambda mask: Window(mask.window_left, mask.window_right),
+
+def _dense(mask: Any) -> Dense:
+    return Dense()
+
+
+def _causal(mask: Any) -> Dense:
+    return Dense(is_causal=True)
+
+
+def _local(mask: Any) -> Window:
+    return Window(mask._window_size - 1, 0)
+
+
+def _window(mask: Any) -> Window:
+    return Window(mask.window_left, mask.window_right)
+
+
+#: Of the masks by name: the pattern, of whole tensors or of each block, and whether the first query and key are
+#: aligned, else the last.
+_MASKS: dict[str, tuple[Callable[[Any], Dense | Window], bool]] = {
+    "NoneType": (_dense, False),
+    "LowerTriangularMask": (_causal, True),
+    "LowerTriangularMaskWithTensorBias": (_causal, True),
+    "LowerTriangularFromBottomRightMask": (_causal, False),
+    "LowerTriangularFromBottomRightLocalAttentionMask": (_local, False),
+    "LocalAttentionFromBottomRightMask": (_window, False),
+    "BlockDiagonalMask": (_dense, False),
+    "BlockDiagonalCausalMask": (_causal, True),
+    "BlockDiagonalCausalFromBottomRightMask": (_causal, False),
+    "BlockDiagonalCausalLocalAttentionMask": (_local, True),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": (_local, False),
+    "BlockDiagonalPaddedKeysMask": (_dense, False),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": (_causal, False),
+    "BlockDiagonalLocalAttentionPaddedKeysMask": (_window, False),
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": (_local, False),
+    "BlockDiagonalGappyKeysMask": (_dense, False),
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": (_causal, False),
 }
 
 
@@ -40,10 +73,7 @@ def memory_efficient_attention(
         query, key, value: [batch, len, heads, head_dim]; or [batch, len, head_dim] for one head; or [batch, len,
             groups, heads, head_dim], heads of a group sharing keys (expanded, with stride 0).
         attn_bias: None, a tensor [batch, heads, q_len, k_len], with axes as the query has them, that is added to the
-            scores, or one of xFormers' masks:
-            LowerTriangularMask (the first query and key aligned), LowerTriangularFromBottomRightMask,
-            LowerTriangularFromBottomRightLocalAttentionMask, LocalAttentionFromBottomRightMask, BlockDiagonalMask,
-            BlockDiagonalCausalMask. The last two may have other lengths of keys than of queries.
+            scores, or one of xFormers' masks, each aligned as there: all but those with pages of keys.
         p: dropout.
         op: must be None: attend() chooses.
         output_dtype: must be None or that of the query.
@@ -66,15 +96,13 @@ def memory_efficient_attention(
         bias = attn_bias.unsqueeze(1) if attn_bias.ndim == 3 else attn_bias
         bias = bias.flatten(1, 2) if attn_bias.ndim == query.ndim == 5 else bias
         out = attend(q, k, v, bias=bias, **more)
-    elif attn_bias is None or kind == "LowerTriangularMask":
-        causal = attn_bias is not None
-        out = attend(q, k, v, is_causal=causal, **_aligned(causal, q, k), **more)
-    elif kind in ("BlockDiagonalMask", "BlockDiagonalCausalMask"):
-        out = _block_diagonal(q, k, v, attn_bias, kind == "BlockDiagonalCausalMask", more)
-    elif kind in _PATTERNS:
-        out = attend(q, k, v, _PATTERNS[kind](attn_bias), **more)
+    elif kind not in _MASKS:
+        raise InvalidInput(f"attn_bias must be None, a tensor or one of {', '.join(_MASKS)}, got {kind}")
+    elif kind.startswith("BlockDiagonal"):
+        out = _of_blocks(q, k, v, attn_bias, more)
     else:
-        raise InvalidInput(f"attn_bias must be None, a tensor or one of the masks in this function's help, got {kind}")
+        more["bias"] = getattr(attn_bias, "_bias", None)
+        out = _attend(q, k, v, attn_bias, more)
     return out.reshape(*shape[:-1], value.shape[-1])
 
 
@@ -90,20 +118,28 @@ def _four_axes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
 
-def _block_diagonal(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, more: dict[str, Any]) -> Tensor:
-    """Sequences one after the other; the first query of each is aligned with its first key."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, more: dict[str, Any]) -> Tensor:
+    rule, upper_left = _MASKS[type(mask).__name__]
+    # The usual alignment is quicker where it is the same.
+    aligned: dict[str, Any] = {"alignment": "upper_left"} if upper_left and q.shape[1] != k.shape[1] else {}
+    found: Tensor = attend(q, k, v, rule(mask), **aligned, **more)
+    return found
+
+
+def _of_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Any, more: dict[str, Any]) -> Tensor:
+    """Sequences one after the other, of which the keys may have space after them."""
     if len(q) != 1:
         raise InvalidInput(f"{type(mask).__name__} needs a batch of one row, got {len(q)}")
     names = "attn_bias.q_seqinfo", "attn_bias.k_seqinfo"
-    starts = {name: list(each.seqstart_py) for name, each in zip(names, (mask.q_seqinfo, mask.k_seqinfo))}
-    parts = sequences(q, k, v, starts)
-    if starts[names[0]] == starts[names[1]]:
-        found: Tensor = attend(q, k, v, Dense(causal), cu_seqlens=torch.tensor(starts[names[0]]), **more)
-        return found
-    results = (attend(q, k, v, is_causal=causal, **_aligned(causal, q, k), **more) for q, k, v in parts)
-    return torch.cat(list(results), 1)
-
-
-def _aligned(causal: bool, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """The alignment of the first query with the first key; the usual one is quicker where it is the same."""
-    return {"alignment": "upper_left"} if causal and q.shape[1] != k.shape[1] else {}
+    of_q, seqinfo = borders(names[0], list(mask.q_seqinfo.seqstart_py), q.shape[1]), mask.k_seqinfo
+    if hasattr(seqinfo, "seqlen_py"):  # anywhere
+        of_k = [(start, start + length) for start, length in zip(seqinfo.seqstart_py, seqinfo.seqlen_py)]
+        if not all(0 <= start <= end <= k.shape[1] for start, end in of_k):
+            raise InvalidInput(f"{names[1]} must lie in 0..{k.shape[1]}, got {of_k[:8]}")
+    else:
+        of_k = borders(names[1], list(seqinfo.seqstart_py), k.shape[1])
+    parts = sequences(q, k, v, names, of_q, of_k)
+    if of_q == of_k and of_q[-1][1] == k.shape[1]:
+        starts = torch.tensor([0, *(end for _, end in of_q)])
+        return _attend(q, k, v, mask, {**more, "cu_seqlens": starts})
+    return torch.cat([_attend(*three, mask, more) for three in parts], 1)

@@ -67,6 +67,12 @@ def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out * lse.transpose(1, 2)[..., None]  # type: ignore[no-any-return]
 
 
+def packed_with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = SEEN.expand(2, -1)
+    out, lse = attend(q, k, v, is_causal=True, documents=DOCUMENTS, key_mask=mask, return_lse=True, backend="native")
+    return out * lse.transpose(1, 2)[..., None]  # type: ignore[no-any-return]
+
+
 def narrow(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([attend(q, k, v[..., :4], is_causal=True)] * 2, -1)
 
@@ -83,6 +89,12 @@ CALLS: dict[str, Attention] = {
     "softcap": lambda q, k, v: attend(q, k, v, is_causal=True, softcap=5.0, backend="native"),
     "bias": biased,
     "data": lambda q, k, v: attend(q, k, v, Ranges.spans(DOCUMENTS, left=3)),
+    "documents": lambda q, k, v: attend(q, k, v, is_causal=True, documents=DOCUMENTS, backend="native"),
+    "documents alike": lambda q, k, v: attend(
+        q, k, v, Window(5, 0), documents=DOCUMENTS[:1].expand(2, -1), backend="native"
+    ),
+    "documents and lse": packed_with_lse,
+    "documents of data": lambda q, k, v: attend(q, k, v, Ranges.spans(DOCUMENTS, left=3), documents=DOCUMENTS),
     "queries": lambda q, k, v: torch.cat([attend(q[:, :8], k, v), attend(q[:, 8:], k, v)], 1),
     "heads first": heads_first,
     "lse": with_lse,
@@ -127,7 +139,9 @@ def test_whatever_a_call_asks_for(name: str, forwards: list[str]) -> None:
     assert same(found, expected)
 
 
-@pytest.mark.parametrize("given", [{"documents": DOCUMENTS}, {"backend": "manual"}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"documents": DOCUMENTS, "backend": "tiles"}, {"backend": "manual"}, {"dropout_p": 0.2}], ids=str
+)
 def test_what_is_no_operator_is_computed_again(given: Any, forwards: list[str]) -> None:
     """Twice, and no third time for gradients."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from attn_dispatch import Dense, Dilated, Neighborhood, Window, attend, explain,
 from attn_dispatch.backends import manual
 from attn_dispatch.calls.widths import ALIGNMENTS
 from attn_dispatch.decisions import unmeasured
+from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels import registry
 from attn_dispatch.recording import read_record
 from attn_dispatch.settings import cache_folder
@@ -292,6 +294,27 @@ def test_upper_left(q_len: int, k_len: int) -> None:
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     assert torch.allclose(compiled(q, k, v, **UPPER), attend(q, k, v, Dense(is_causal=True), alignment="upper_left"))
     assert explain(q, k, v, **UPPER).choice
+
+
+@thinned(
+    ("q_len", "k_len", "left", "right"),
+    product((1, 10, 12), (1, 10, 13, 25), (2, 4, None), (0, 2, None)),
+    3,
+)
+def test_upper_left_windows(q_len: int, k_len: int, left: int | None, right: int | None) -> None:
+    """Query i sees keys from i - left to i + right; queries after all of these are refused."""
+    q, k, v = plain()
+    q, k, v = q[:, :q_len], k[:, :k_len], v[:, :k_len]
+    far = torch.arange(k_len) - torch.arange(q_len)[:, None]
+    seen = (far >= (-99 if left is None else -left)) & (far <= (99 if right is None else right))
+    if left is not None and q_len > k_len + left:
+        with pytest.raises(InvalidInput, match=f"needs q_len <= k_len \\+ {left}, got {q_len} and {k_len}"):
+            attend(q, k, v, Window(left, right), alignment="upper_left")
+        return
+    mask = torch.rand(BATCH, k_len) > 0.3
+    hidden = torch.zeros(1, 1, q_len, k_len).masked_fill(~seen, -math.inf)
+    found = attend(q, k, v, Window(left, right), alignment="upper_left", key_mask=mask, return_lse=True)
+    assert all(map(torch.allclose, found, formula(q, k, v, Dense(), bias=hidden, seen=mask)))
 
 
 def test_both_alignments_of_documents_are_one() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+import sys
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import pairwise, product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from attn_dispatch import Dense, compat
+from attn_dispatch import Dense, Neighborhood, compat
 from attn_dispatch.decisions.call import observing
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.problem import Problem
@@ -85,6 +89,103 @@ def test_flash_attn_varlen_func(same: bool, by_sequence: bool) -> None:
         wanted, wanted_lse = definition(q[a:b], k[c:d], v[c:d], far <= 0, -own[:, None, None] * far.abs())
         assert close(out[a:b], wanted)
         assert close(lse[:, a:b], wanted_lse)
+
+
+def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x [len, heads, head_dim] in float64, its first dimensions turned by angles [len, half of them]."""
+    half, x = angles.shape[1], x.double().clone()
+    first = slice(0, 2 * half, 2) if interleaved else slice(half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    both = torch.complex(x[..., first], x[..., second]) * torch.exp(1j * angles)[:, None]
+    x[..., first], x[..., second] = both.real, both.imag
+    return x
+
+
+@crossed(
+    filled=("all", 6, "tensor"),
+    new=(0, 3),
+    rotary=(None, True, False),
+    window=((False, (-1, -1)), (True, (-1, -1)), (True, (4, -1)), (False, (3, 1))),
+    moved=(False, True),
+    leftpad=(False, True),
+    alibi=(False, True),
+)
+def test_flash_attn_with_kvcache(
+    filled: Any, new: int, rotary: bool | None, window: Any, moved: bool, leftpad: bool, alibi: bool
+) -> None:
+    """Each row against float64, and the cache afterwards; what no row fills or sees is NaN."""
+    if new and filled == "all":
+        filled = 8
+    causal, sides = window
+    lengths = [12, 12] if filled == "all" else [filled] * 2 if isinstance(filled, int) else [9, 4]
+    rows, first = [2, 0] if moved else [0, 1], [2, 0] if leftpad else [0, 0]
+    q, k_cache, v_cache = drawn(2, 3, 4, 16), *(drawn(3 if moved else 2, 12, 2, 16, seed=i) for i in (1, 2))
+    for row, start, length in zip(rows, first, lengths):
+        for cache in (k_cache, v_cache):
+            cache[row, :start], cache[row, length:] = math.nan, math.nan
+    k, v = (drawn(2, new, 2, 16, seed=i) if new else None for i in (3, 4))
+    angles = torch.rand(16, 6).double() if rotary is not None and new else None
+    given: dict[str, Any] = {
+        "cache_seqlens": None if filled == "all" else filled if isinstance(filled, int) else torch.tensor(lengths),
+        "cache_batch_idx": torch.tensor(rows, dtype=torch.int32) if moved else None,
+        "cache_leftpad": torch.tensor(first, dtype=torch.int32) if leftpad else None,
+        "alibi_slopes": torch.rand(2, 4) if alibi else None,
+    }
+    if angles is not None:
+        given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": rotary}
+    before = k_cache.clone(), v_cache.clone()
+    out, lse = compat.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, causal=causal, window_size=sides, return_softmax_lse=True, **given
+    )
+    for i, (row, start, length) in enumerate(zip(rows, first, lengths)):
+        end, own_q = length + new, q[i].double()
+        for cache, was, added in ((k_cache, before[0], k), (v_cache, before[1], v)):
+            wanted = was[row, start:end].double()
+            if added is not None:
+                last = added[i].double()
+                if angles is not None and cache is k_cache:
+                    last = turned(last, angles[length:end], bool(rotary))
+                wanted[length - start :] = last
+            assert close(cache[row, start:end], wanted)
+        if angles is not None:
+            steps = torch.arange(3) if causal or sides != (-1, -1) else torch.zeros(3, dtype=torch.long)
+            own_q = turned(own_q, angles[length + steps], bool(rotary))
+        far = distance(3, end - start)
+        left, right = sides[0], 0 if causal else sides[1]
+        seen = ((far >= -left) | (left < 0)) & ((far <= right) | (right < 0))
+        bias = -given["alibi_slopes"][i, :, None, None] * far.abs() if alibi else 0.0
+        own_k, own_v = (cache[row, start:end] for cache in (k_cache, v_cache))
+        wanted, wanted_lse = definition(own_q, own_k, own_v, seen, bias)
+        assert close(out[i], wanted)
+        assert close(lse[i], wanted_lse)
+
+
+def test_wrong_caches() -> None:
+    q, cache = drawn(2, 1, 4, 8), drawn(2, 9, 4, 8, seed=1)
+    new, ones, usual = drawn(2, 1, 4, 8, seed=2), torch.ones(4, 4), {"cache_seqlens": 3}
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((), {"block_table": ones}, "block_table must be None"),
+        ((new,), usual, "k and v must be given together"),
+        ((new, new), {}, "k and v need cache_seqlens"),
+        ((new[:, :, :1], new), usual, r"k must be \[2, 1, 4, 8\], .* got \[2, 1, 1, 8\]"),
+        ((new, new.double()), usual, "v must be .* got .*float64"),
+        ((new, new), {"cache_seqlens": 9}, "cache_seqlens must lie in 0..8, got 9"),
+        ((new, new), {"cache_seqlens": torch.tensor([3, 9])}, r"cache_seqlens must lie in 0..8, got \[3, 9\]"),
+        ((), {"cache_seqlens": torch.ones(2)}, "cache_seqlens must be an int32 or int64 tensor"),
+        ((), {"cache_seqlens": -1}, "cache_seqlens must be an integer >= 0, got -1"),
+        ((), {"cache_batch_idx": torch.tensor([0, 2])}, r"cache_batch_idx must lie in 0..1, got \[0, 2\]"),
+        ((), {"cache_leftpad": torch.tensor([0])}, r"cache_leftpad must be .* \[2\]"),
+        ((), {"rotary_cos": ones, "rotary_sin": ones}, "need k and v"),
+        ((new, new), usual | {"rotary_cos": ones[:3], "rotary_sin": ones[:3]}, "a row for position 3, got 3"),
+        ((new, new), usual | {"rotary_cos": torch.ones(4, 5), "rotary_sin": torch.ones(4, 5)}, "at most 4 columns"),
+        ((new, new), usual | {"rotary_cos": ones, "rotary_sin": ones[:, :2]}, "rotary_sin must be a tensor"),
+        ((new, new), usual | {"rotary_cos": ones}, "so must rotary_cos and rotary_sin"),
+    ]
+    for more, given, text in wrong:
+        with pytest.raises(InvalidInput, match=text):
+            compat.flash_attn_with_kvcache(q, cache, cache, *more, **given)
+    with pytest.raises(InvalidInput, match="q requires a gradient, which a cache has not"):
+        compat.flash_attn_with_kvcache(q.requires_grad_(), cache, cache)
 
 
 def test_what_is_wrong_or_flash_attn_alone_has() -> None:
@@ -270,24 +371,102 @@ def test_other_shapes_and_a_tensor() -> None:
         assert close(out[row], definition(x, x, x, torch.ones(6, 6, dtype=torch.bool), bias[row])[0][:, 0])
 
 
-def blocks(causal: bool, own: tuple[int, ...], other: tuple[int, ...]) -> Any:
-    name = "BlockDiagonalCausalMask" if causal else "BlockDiagonalMask"
-    return mask_of(name, q_seqinfo=starts(*own), k_seqinfo=starts(*other))
+def blocks(name: str, own: tuple[int, ...], other: tuple[int, ...], lengths: Any = None, **fields: Any) -> Any:
+    of_k = starts(*other)
+    if lengths is not None:
+        of_k.seqlen_py = lengths
+    return mask_of(f"BlockDiagonal{name}", q_seqinfo=starts(*own), k_seqinfo=of_k, **fields)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("own", [(0, 5, 9, 20), (0, 3, 3, 20)])
-@pytest.mark.parametrize("other", [(0, 5, 9, 20), (0, 8, 9, 15), (0, 4, 6, 6)])
-def test_block_diagonal_masks(causal: bool, own: tuple[int, ...], other: tuple[int, ...]) -> None:
-    q, k = drawn(1, 20, 2, 8), drawn(1, other[-1], 2, 8, seed=1)
-    out = compat.memory_efficient_attention(q, k, k, blocks(causal, own, other))
-    for a, b, c, d in zip(own, own[1:], other, other[1:]):
-        seen = (
-            torch.arange(d - c) <= torch.arange(b - a)[:, None]
-            if causal
-            else torch.ones(b - a, d - c, dtype=torch.bool)
-        )
-        assert close(out[0, a:b], definition(q[0, a:b], k[0, c:d], k[0, c:d], seen)[0])
+def at_most(low: int, high: int) -> Any:
+    return lambda far: (far >= low) & (far <= high)
+
+
+#: Of the masks of blocks: their fields, whether the first query and key are aligned, and the distances that are seen.
+BLOCKS: dict[str, tuple[dict[str, int], bool, Any]] = {
+    "Mask": ({}, False, at_most(-99, 99)),
+    "CausalMask": ({}, True, at_most(-99, 0)),
+    "CausalFromBottomRightMask": ({}, False, at_most(-99, 0)),
+    "CausalLocalAttentionMask": ({"_window_size": 3}, True, at_most(-2, 0)),
+    "CausalLocalAttentionFromBottomRightMask": ({"_window_size": 3}, False, at_most(-2, 0)),
+    "PaddedKeysMask": ({}, False, at_most(-99, 99)),
+    "CausalWithOffsetPaddedKeysMask": ({}, False, at_most(-99, 0)),
+    "LocalAttentionPaddedKeysMask": ({"window_left": 2, "window_right": 1}, False, at_most(-2, 1)),
+    "CausalLocalAttentionPaddedKeysMask": ({"_window_size": 3}, False, at_most(-2, 0)),
+    "GappyKeysMask": ({}, False, at_most(-99, 99)),
+    "CausalWithOffsetGappyKeysMask": ({}, False, at_most(-99, 0)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("own", [(0, 5, 9, 20), (0, 3, 3, 20), (0, 5, 10, 15)])
+@pytest.mark.parametrize("other", [(0, 5, 9, 20), (0, 8, 9, 15), (0, 4, 6, 6), (0, 7, 14, 21)])
+def test_masks_of_blocks(name: str, own: tuple[int, ...], other: tuple[int, ...]) -> None:
+    """The space behind a block's keys holds NaN; gradients are those of the definition."""
+    fields, upper_left, rule = BLOCKS[name]
+    lengths = [max(0, d - c - 1) for c, d in pairwise(other)] if "Keys" in name else None
+    q, k = drawn(1, own[-1], 2, 8), drawn(1, other[-1], 2, 8, seed=1)
+    ends = other[1:] if lengths is None else tuple(c + n for c, n in zip(other, lengths))
+    for end, last in zip(ends, other[1:]):
+        k[:, end:last] = math.nan
+    q, k, mask = q.requires_grad_(), k.requires_grad_(), blocks(name, own, other, lengths, **fields)
+    sizes = zip(pairwise(own), zip(other, ends))
+    if name == "CausalLocalAttentionMask" and any(b - a > d - c + 2 for (a, b), (c, d) in sizes):
+        with pytest.raises(InvalidInput, match="let out the queries that see no key"):  # xFormers makes no such mask
+            compat.memory_efficient_attention(q, k, k, mask)
+        return
+    out = compat.memory_efficient_attention(q, k, k, mask)
+    wanted = []
+    for a, b, c, d in zip(own, own[1:], other, ends):
+        far = torch.arange(d - c) - torch.arange(b - a)[:, None] if upper_left else distance(b - a, d - c)
+        if b > a:
+            wanted.append(definition(q[0, a:b], k[0, c:d], k[0, c:d], rule(far))[0])
+    whole = torch.cat(wanted)
+    assert close(out[0], whole)
+    for x, y in zip(*(torch.autograd.grad(each.square().sum(), (q, k)) for each in (out, whole))):
+        assert close(x, y.double())
+
+
+@pytest.mark.skipif(find_spec("xformers") is None, reason="xformers is not installed")
+def test_every_mask_of_xformers() -> None:
+    """What they materialize is what is computed; only those with pages of keys are refused."""
+    masks = xformers_masks()
+    kinds = {name for name, kind in vars(masks).items() if isinstance(kind, type) and hasattr(kind, "materialize")}
+    kinds -= {"AttentionBias"}
+    own, other, padded = [3, 5, 2], [4, 6, 5], [4, 6, 5]
+    made: list[tuple[Any, int]] = [
+        (masks.LowerTriangularMask(), 12),
+        (masks.LowerTriangularMask().add_bias(drawn(1, 2, 10, 12)), 12),
+        (masks.LowerTriangularFromBottomRightMask(), 12),
+        (masks.LowerTriangularFromBottomRightMask().make_local_attention(4), 12),
+        (masks.LocalAttentionFromBottomRightMask(window_left=2, window_right=1), 12),
+    ]
+    plain = masks.BlockDiagonalMask.from_seqlens(own, other)
+    made += [(plain, 15), (plain.make_causal(), 15), (plain.make_causal_from_bottomright(), 15)]
+    made += [(plain.make_local_attention(3), 15), (plain.make_local_attention_from_bottomright(3), 15)]
+    for name in ("BlockDiagonalPaddedKeysMask", "BlockDiagonalCausalWithOffsetPaddedKeysMask"):
+        made.append((getattr(masks, name).from_seqlens(own, 7, padded), 21))
+    local = masks.BlockDiagonalLocalAttentionPaddedKeysMask
+    made.append((local.from_seqlens_local(own, 7, padded, window_left=2, window_right=1), 21))
+    made.append((masks.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(own, 7, padded, 3), 21))
+    for name in ("BlockDiagonalGappyKeysMask", "BlockDiagonalCausalWithOffsetGappyKeysMask"):
+        made.append((getattr(masks, name).from_seqlens(own, [9, 2, 14, 21], padded), 21))
+    assert {type(mask).__name__ for mask, _ in made} == {name for name in kinds if not name.startswith("Paged")}
+    for mask, keys in made:
+        q, k = drawn(1, 10, 2, 8), drawn(1, keys, 2, 8, seed=1)
+        out = compat.memory_efficient_attention(q, k, k, mask)
+        bias = mask.materialize((1, 2, 10, keys))
+        assert close(out, formula(q, k, k, Dense(), bias=bias.double())[0]), type(mask).__name__
+
+
+def xformers_masks() -> Any:
+    """The module of its masks alone: the library may import beside a GPU only."""
+    (folder,) = find_spec("xformers").submodule_search_locations  # type: ignore[union-attr, misc]
+    spec: Any = spec_from_file_location("attn_bias", Path(folder) / "ops" / "fmha" / "attn_bias.py")
+    module = module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {"attn_bias": module}):  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -304,9 +483,9 @@ def test_starts_of_other_tensors(own: list[int], other: list[int], values: int, 
     """Queries without a result, and keys that nobody sees, are not passed over in silence."""
     q, k = drawn(1, 10, 2, 8), drawn(1, values, 2, 8)
     text = "equal lengths" if what == "lengths" else f"{what}.* must rise from 0 to"
-    for causal in (False, True):
+    for name in BLOCKS:
         with pytest.raises(InvalidInput, match=text):
-            compat.memory_efficient_attention(q, k, k, blocks(causal, tuple(own), tuple(other)))
+            compat.memory_efficient_attention(q, k, k, blocks(name, tuple(own), tuple(other)))
 
 
 def test_what_xformers_has_and_attend_not() -> None:
@@ -318,3 +497,50 @@ def test_what_xformers_has_and_attend_not() -> None:
     numbers: Any = [1.0]
     with pytest.raises(InvalidInput, match=r"must have 3 to 5 axes, the same number each, got \['list'"):
         compat.memory_efficient_attention(numbers, x, x)
+
+
+# --- NATTEN -----------------------------------------------------------------------------------------------------------
+
+
+NEAR: dict[str, dict[str, Any]] = {
+    "plain": {}, "dilation": {"dilation": 2, "kernel_size": 2}, "stride": {"stride": 2}, "causal": {"is_causal": True}
+}  # fmt: skip
+
+
+@crossed(grid=((11,), (5, 6), (4, 4, 4)), near=tuple(NEAR), added=(None, 7, 0))
+def test_neighborhoods_with_additional_keys(grid: tuple[int, ...], near: str, added: int | None) -> None:
+    axes, tokens = len(grid), math.prod(grid)
+    options = {"kernel_size": 3, **NEAR[near]}
+    q, k, v = (drawn(2, *grid, heads, 8, seed=i).requires_grad_() for i, heads in enumerate((4, 2, 2)))
+    extra = [] if added is None else [drawn(2, added, 2, 8, seed=i).requires_grad_() for i in (5, 6)]
+    more = dict(zip(("additional_keys", "additional_values"), extra))
+    function = getattr(compat, f"na{axes}d")
+    out, lse = function(q, k, v, **options, **more, return_lse=True)
+    assert torch.equal(function(q, k, v, **options, **more), out)
+    assert out.shape == q.shape
+    kernel = options.pop("kernel_size")
+    seen = Neighborhood(grid, (kernel,) * axes, edges="shift", **options).multiplicity(tokens)[0] > 0
+    seen = torch.cat([seen, torch.ones(tokens, added or 0, dtype=torch.bool)], 1)
+    flat_q, *flat = (x.flatten(1, axes) for x in (q, k, v))
+    all_k, all_v = (torch.cat([x, *more], 1) for x, *more in zip(flat, *([extra] if extra else [])))
+    bias = torch.zeros(seen.shape).double().masked_fill(~seen, -math.inf)
+    wanted, wanted_lse = formula(flat_q, all_k, all_v, Dense(), bias=bias)
+    assert close(out.flatten(1, axes), wanted)
+    assert close(lse.flatten(1, axes).transpose(1, 2), wanted_lse)
+    given = [q, k, v, *extra]
+    pairs = zip(*(torch.autograd.grad(each.double().square().sum(), given) for each in (out, wanted)))
+    assert all(close(x, y.double()) for x, y in pairs)
+
+
+def test_wrong_arguments_of_natten() -> None:
+    x = drawn(1, 5, 6, 2, 8)
+    wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((x[0], x, x, 3), {}, r"query must be a tensor \[batch, x x y, heads, head_dim\], got \[5, 6, 2, 8\]"),
+        ((x, x[:, :4], x, 3), {}, "query, key and value must have the same x x y"),
+        ((x, x, x, 3), {"additional_keys": x[:, 0]}, "must be given together"),
+        ((x, x, x, 7), {}, "window"),
+        ((x, x, x, 3), {"return_lse": 1}, "return_lse must be True or False"),
+    ]
+    for given, more, text in wrong:
+        with pytest.raises(InvalidInput, match=text):
+            compat.na2d(*given, **more)
