@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attn_dispatch.dispatch import attend
@@ -77,6 +78,6 @@ def _neighborhood(
     if additional_keys is not None and additional_values is not None:
         found = merge(*found, *attend(q, additional_keys, additional_values, scale=scale, return_lse=True))
     if isinstance(found, Tensor):
-        return found.unflatten(1, grid)
-    out, lse = (x.unflatten(1, grid) for x in (found[0], found[1].transpose(1, 2)))
+        return torch.unflatten(found, 1, grid)
+    out, lse = (torch.unflatten(x, 1, grid) for x in (found[0], found[1].transpose(1, 2)))
     return (out, lse) if return_lse else out
