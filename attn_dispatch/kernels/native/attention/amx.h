@@ -142,13 +142,23 @@ public:
                       whole(pairs) / SIDE);
     }
 
-    // Spread: adds to rows of dk or dv, of which it leaves out the last few: how many it has done. `lanes` holds bfloat16,
-    // T * 4 bytes from key to key, zeros in lanes that are not to be added.
+    // Spread: adds to rows of dk or dv, of which it leaves out the last few: how many it has done. Listed ones are added to
+    // after the product. `lanes` holds bfloat16, T * 4 bytes from key to key, zeros in lanes that are not to be added.
     int spread(Rows rows, const float* lanes, const Block& block, const float* others, int width_of_rows) {
-        const int first = block.from / 2 * SIDE, last = (block.to + 1) / 2 * SIDE, done = rows.at ? 0 : block.keys / SIDE * SIDE;
+        const int first = block.from / 2 * SIDE, last = (block.to + 1) / 2 * SIDE, done = block.keys / SIDE * SIDE;
+        const i64 row = 4 * width_of_rows;
         resize(SIDE);
-        product<true>(lanes + first, 4 * T, others + first * width_of_rows, 4 * width_of_rows, (char*)rows.data, rows.stride, done,
-                      width_of_rows, (last - first) / SIDE);
+        lanes += first;
+        others += first * width_of_rows;
+        if (!rows.at) product<true>(lanes, 4 * T, others, row, (char*)rows.data, rows.stride, done, width_of_rows, (last - first) / SIDE);
+        alignas(CACHE_LINE) float sums[SIDE * DEEPEST];
+        for (int i = 0; rows.at && i < done; i += SIDE) {
+            product<false>(lanes + i * T, 4 * T, others, row, sums, row, SIDE, width_of_rows, (last - first) / SIDE);
+            for (int t = 0; t < SIDE; t++) {
+                float* to = (float*)rows.row<true>(i + t);
+                for (int d = 0; d < width_of_rows; d += W) store(to + d, load(to + d) + load(sums + t * width_of_rows + d));
+            }
+        }
         return done;
     }
 
