@@ -23,7 +23,7 @@ from attn_dispatch.kernels.autograd import refuse_tangents
 from attn_dispatch.kernels.branches import flash4, hub
 from attn_dispatch.kernels.branches.backend import Branched, Package, Variant
 from attn_dispatch.kernels.contract import Refusal, Result
-from attn_dispatch.kernels.dense import FLASH3, DenseCall, Kernel, vector_aligned
+from attn_dispatch.kernels.dense import FLASH3, DenseCall, Drawn, Kernel, vector_aligned
 from attn_dispatch.kernels.device_cache import is_noted, note, refuse_capture, refuse_compiling
 from attn_dispatch.kernels.limits import HALF, LARGEST_GRID, Limits
 from attn_dispatch.kernels.numerics import with_positive_scale
@@ -48,6 +48,7 @@ class Generation(Kernel):
         softcap: 0 for none.
         documents: of one row: where each starts, and the last ends, int32 [documents + 1]; tokens of the longest.
         lengths: int32 [batch], the number of each row's keys in a forward pass, None for all.
+        drawn: of dropout, in a backward pass.
     """
 
     window: Sides = (None, None)
@@ -55,6 +56,7 @@ class Generation(Kernel):
     softcap: float = 0.0
     documents: tuple[Tensor, int] | None = None
     lengths: Tensor | None = None
+    drawn: Drawn | None = None
 
     grouped = packs = True
     tokens_first = True
@@ -72,14 +74,14 @@ class Generation(Kernel):
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op, windowed = self._forward(is_causal, scale), self.window != (None, None) or self.lengths is not None
 
-        def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, **dropped: float) -> tuple[Tensor, ...]:
             refuse_tangents("flash", q, k, v)
             if self.documents is None:
-                out, lse, *_ = op(q, k, v)
+                out, lse, *others = op(q, k, v, **dropped)
             else:  # without the axis of the batch
-                out, lse = (x[None] for x in op(q[0], k[0], v[0])[:2])
+                out, lse, *others = (x[None] for x in op(q[0], k[0], v[0])[:2])
             # Generation 2 returns inf for a query without keys.
-            return out, lse.masked_fill(lse == math.inf, -math.inf) if windowed else lse
+            return out, lse.masked_fill(lse == math.inf, -math.inf) if windowed else lse, *others
 
         return run
 
@@ -91,7 +93,7 @@ class Generation(Kernel):
         # The kernels assume contiguous lse.
         saved = *map(vector_aligned, (grad, *call[:3], out)), lse.contiguous()
         if self.documents is None:
-            grads = self._backward(call.is_causal, call.scale, saved, grad_lse)
+            grads = replace(self, drawn=call.drawn)._backward(call.is_causal, call.scale, saved, grad_lse)
         else:
             of_row = tuple(x[0] for x in saved), None if grad_lse is None else grad_lse[0]
             grads = tuple(x[None] for x in self._backward(call.is_causal, call.scale, *of_row))
@@ -120,6 +122,8 @@ class Generation(Kernel):
 class Flash2(Generation):
     """flash-attn 2, by its extension: the interface's operators of Python take tens of microseconds more."""
 
+    state_at = (1,)
+
     def _forward(self, is_causal: bool, scale: float) -> Callable[..., Any]:
         op, lists = extension2().fwd, [*self._lists().values()]
         given: Any = scale, is_causal, *self._sides(), self.softcap, False
@@ -132,12 +136,13 @@ class Flash2(Generation):
         if self.lengths is not None:
             op, rows = extension2().fwd_kvcache, (None, None, self.lengths, *[None] * 7)
             return lambda q, k, v: op(q, k, v, *rows, *given, 0)
-        return lambda q, k, v: op(q, k, v, None, None, 0.0, *given, None)
+        return lambda q, k, v, dropout_p=0.0: op(q, k, v, None, None, dropout_p, *given, None)
 
     def _backward(self, is_causal: bool, scale: float, saved: Tensors, grad_lse: Tensor | None) -> Tensors:
         grads = _new_gradients(saved)
         op, lists = extension2().bwd, [*self._lists().values()]
-        given: Any = None, 0.0, scale, is_causal, *self._sides(), self.softcap, self.deterministic, None, None
+        p, state = (self.drawn.p, *self.drawn.state) if self.drawn else (0.0, None)
+        given: Any = None, p, scale, is_causal, *self._sides(), self.softcap, self.deterministic, None, state
         if lists:
             op = extension2().varlen_bwd
             given = *lists[:2], None, *lists[2:], 0.0, scale, False, *given[3:]
@@ -231,7 +236,7 @@ def operators3() -> Any:
     return PACKAGE3.load() if isinstance(PACKAGE3, hub.Build) else torch.ops.flash_attn_3
 
 
-FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, most_rows=LARGEST_GRID)
+FLASH2 = Limits("cuda", dict.fromkeys(HALF, (8, 0)), head_dim=256, dropout=True, most_rows=LARGEST_GRID)
 # Kernels of their own; the backward pass has neither windows, a softcap nor a gradient of lse.
 BLACKWELL_256 = flash4.BLACKWELL._replace(head_dim=256, least_head_dim=256, grad_lse=False, softcap=False)
 # Those of Ampere, in less shared memory.
@@ -275,6 +280,12 @@ def version() -> str:
 
 _PATTERNS = (Dense, Dilated, Window)
 
+
+def refuse_both(problem: Problem) -> list[Refusal]:
+    both = problem.dropout_p and problem.softcap
+    return [Refusal("dropout", "caps scores or drops weights, not both")] if both else []
+
+
 BACKEND = Branched(
     "flash",
     (
@@ -288,6 +299,7 @@ BACKEND = Branched(
         Variant(GEFORCE, Flash4OfBoth.of, "flash-attn 4 on GeForce", flash4.PACKAGE, _PATTERNS),
     ),
     version,
+    refuse_both,
 )
 #: Of patterns that hold tensors.
 OVER_BLOCKS = Branched(
@@ -325,7 +337,7 @@ def first_call_ms(problem: Problem, by_rows: bool = False) -> float:
 def takes_key_lens(problem: Problem) -> bool:
     """The newer generations need a copy of the values, which takes longer than a decoding step itself."""
     quick = isinstance(BACKEND.kernel(problem), Flash2) or problem.q_len > FEW_QUERIES
-    return quick and not problem.needs_grad and not problem.pattern.branches
+    return quick and not problem.needs_grad and not problem.pattern.branches and not problem.dropout_p
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None, **tensors: Tensor) -> Result:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels import dropout
 from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, refuse_ranks
 from attn_dispatch.kernels.formula import ScoreTerms, formula, probabilities, score_terms_of
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes
 from attn_dispatch.kernels.numerics import multiplicity_of, sum_dtype
-from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.machine.memory import available_bytes
 from attn_dispatch.private import forward_ad
 from attn_dispatch.spec import tracing
@@ -37,7 +37,6 @@ PASSES = 8  #: over the scores: scale, bias, maximum, exp, sum, log, exp, produc
 COUNT_PASSES = 6  #: for each branch's multiplicity
 PASS_FLOPS = 60  #: operations in the time of reading and writing one float32: 8 bytes at 7 to 8 FLOP per byte
 FREE_SHARE = 4  #: uses at most 1 / FREE_SHARE of the free memory
-DROPOUT_PIECES = 16  #: with dropout, whose pieces do not depend on free memory, they are smaller by this factor
 
 
 def version() -> str:
@@ -79,7 +78,7 @@ def traceable(problem: Problem) -> bool:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    seed = int(torch.randint(2**62, ())) if problem.dropout_p else 0
+    seed = dropout.drawn_seed(problem.device) if problem.dropout_p else None
     pieces = _Pieces(problem, {name: tensors[name] for name in TENSORS if name in tensors}, seed, *_piece(problem))
     if tracing.is_transformed() or forward_ad._current_level >= 0:
         return _in_one_piece(q, k, v, pieces)
@@ -95,7 +94,7 @@ class _Pieces:
 
     problem: Problem
     tensors: Mapping[str, Tensor]
-    seed: int
+    seed: Tensor | None
     rows: int
     heads: int
 
@@ -120,17 +119,17 @@ class _Pieces:
         return score_terms_of(self.problem, range(heads.start, heads.stop), q_pos, self.tensors, wide)
 
     def keep(self, heads: slice, rows: slice, device: torch.device) -> Tensor | None:
-        """Dropout factors. Each piece has its own seed, so that forward and backward draw the same factors."""
-        p = self.problem.dropout_p
-        if not p:
+        """Dropout factors, which do not depend on pieces."""
+        if self.seed is None:
             return None
-        seed = (self.seed + heads.start * self.problem.q_len + rows.start) % 2**63
-        shape = (self.problem.batch, heads.stop - heads.start, rows.stop - rows.start, self.problem.k_len)
-        drawn_on = device.type if device.type in KNOWN else "cpu"  # others may have no generator
-        generator = torch.Generator(drawn_on).manual_seed(seed)
-        # A default dtype of 16 bits has too few numbers to drop the asked share.
-        kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=drawn_on) >= p
-        return kept.to(device, sum_dtype(self.problem.dtype)) / (1 - p)
+        problem, on = self.problem, self.seed.device
+        row = torch.arange(problem.batch, device=on)[:, None] * problem.heads
+        row = (row + torch.arange(heads.start, heads.stop, device=on)).flatten()
+        begin = rows.start - rows.start % dropout.DRAWN
+        first = torch.arange(begin, rows.stop, dropout.DRAWN, device=on)
+        kept = dropout.kept(self.seed, problem.dropout_p, row, first, problem.k_len)
+        kept = torch.unflatten(kept[:, rows.start - begin : rows.stop - begin], 0, (problem.batch, -1))
+        return kept.to(device, sum_dtype(problem.dtype)) * dropout.gain(problem.dropout_p)
 
     def formula(self, q: Tensor, k: Tensor, v: Tensor, heads: slice, rows: slice) -> tuple[Tensor, Tensor]:
         """out and lse of these heads and queries, of their own q, k and v in the wide dtype."""
@@ -229,10 +228,7 @@ def _piece(problem: Problem) -> tuple[int, int]:
     """Query rows and heads per piece."""
     row = problem.batch * problem.k_len * COPIES * max(sum_dtype(problem.dtype).itemsize, 4)
     limit = CHUNK_BYTES if problem.device.type == "cpu" else CUDA_CHUNK_BYTES
-    if problem.dropout_p:
-        # Each piece has its own seed: a call that is computed again (activation checkpointing) must have the same ones.
-        limit //= DROPOUT_PIECES
-    elif row * problem.q_len * problem.heads > limit:
+    if row * problem.q_len * problem.heads > limit:
         limit = min(limit, available_bytes(problem.device) // FREE_SHARE)
     heads = max(1, min(problem.heads, limit // (row * min(problem.q_len, 128))))
     return max(1, min(problem.q_len, limit // (row * heads))), heads

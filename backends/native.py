@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels import dropout
 from attn_dispatch.kernels.autograd import Passes, differentiable, refuse_tangents
 from attn_dispatch.kernels.contract import SCORE_TERMS, Refusal, Result, refuse_pattern
 from attn_dispatch.kernels.formula import bounded
@@ -29,7 +30,7 @@ name = "native"
 score_terms, partial, specialized = SCORE_TERMS, passes.partial, passes.specialized
 takes_data = True
 
-LIMITS = Limits("cpu", dict.fromkeys(DTYPES, ANY), head_dim=HEAD_DIM, grad_lse=True, masks=True)
+LIMITS = Limits("cpu", dict.fromkeys(DTYPES, ANY), head_dim=HEAD_DIM, grad_lse=True, masks=True, dropout=True)
 
 
 def version() -> str:
@@ -113,7 +114,8 @@ def _cuts_tiles(problem: Problem) -> bool:
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, order: str = NATURAL, **tensors: Tensor) -> Result:
     if isinstance(problem.pattern, Form):
-        if len(tensors) == 1 and not problem.needs_grad and not _cuts_tiles(problem):
+        odd = problem.needs_grad or problem.dropout_p or _cuts_tiles(problem)
+        if len(tensors) == 1 and not odd:
             found = data_tables.specialized(problem, tensors["pattern_data"], q, k, v)
             if found is not None:
                 return found(q, k, v, problem)
@@ -147,11 +149,12 @@ def _run(
     bias, slopes = tensors.get("bias"), tensors.get("alibi_slopes")
     wide = None if bias is None else _shown(bounded(bias.detach(), torch.float32))
     slopes = None if slopes is None else slopes.float().resolve_neg().contiguous()
+    seed = int(dropout.drawn_seed(q.device)) if problem.dropout_p else 0
     native: Passes
     if parts:
-        native = NativePasses(problem, parts[0], seen, lengths, wide, slopes, parts[1:])
+        native = NativePasses(problem, parts[0], seen, lengths, wide, slopes, parts[1:], seed=seed)
     else:
-        native = data_tables.passes_of(problem, tensors["pattern_data"], seen, lengths, wide, slopes)
+        native = data_tables.passes_of(problem, tensors["pattern_data"], seen, lengths, wide, slopes, seed)
     # Its masks keep the kernel from reading keys; a bias does not.
     cut = _cuts_tiles(problem)
     hidden = Hidden.of(problem, tensors, pattern=cut, masked_keys=False) if cut or bias is not None else None

@@ -14,7 +14,11 @@ BACKEND = Branched(
         Variant(dense.CPU_FLASH, lambda problem: dense.CpuFlash()),
         Variant(dense.CUDA_FLASH, lambda problem: dense.CudaFlash(), "flash"),
         # With masks this kernel is the candidate sdpa_efficient.
-        Variant(dense.CUDA_EFFICIENT._replace(masks=False), lambda problem: dense.CudaEfficient(), "memory-efficient"),
+        Variant(
+            dense.CUDA_EFFICIENT._replace(masks=False, dropout=True),
+            lambda problem: dense.CudaEfficient(),
+            "memory-efficient",
+        ),
         Variant(dense.ANY_SDPA, lambda problem: dense.Sdpa()),
     ),
     flash_version,

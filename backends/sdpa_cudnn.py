@@ -29,6 +29,7 @@ LIMITS = Limits(
     highest=(12, 1),
     head_dim=128,  # more needs Hopper or Blackwell, cuDNN 9.22 and, for gradients, exactly 256
     repeatable_head_dim=0,
+    dropout=True,
     fewest_keys=2,
     most_rows=LARGEST_GRID,
     lacks=lacking("_scaled_dot_product_cudnn_attention"),
@@ -40,6 +41,7 @@ class Cudnn(Kernel):
 
     grouped = True  # PyTorch's op hands its plan the heads of k and v
     differentiates = True
+    state_at = 4, 5
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_cudnn_attention")
@@ -58,9 +60,9 @@ class Cudnn(Kernel):
         strides = torch.empty_like(q).stride()  # those that PyTorch gives out
         grad, out = _laid_out_as(strides, grad), _laid_out_as(strides, out)
         lse = lse.contiguous().unsqueeze(-1) if dense.VERSION >= LONGER_LSE else lse.contiguous()
-        unused = torch.empty((), dtype=torch.int64, device=q.device)
-        saved = q, k, v, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2]
-        grads = aten._scaled_dot_product_cudnn_attention_backward(grad, *saved, 0.0, call.is_causal, scale=call.scale)
+        p, *drew = self._dropped(call)
+        saved = q, k, v, out, lse, *drew, None, None, None, q.shape[2], k.shape[2]
+        grads = aten._scaled_dot_product_cudnn_attention_backward(grad, *saved, p, call.is_causal, scale=call.scale)
         return tokens_first(call.q.shape[-1], *grads)
 
 

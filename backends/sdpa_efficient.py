@@ -17,7 +17,8 @@ def measured_as_sdpa(problem: Problem) -> list[Refusal]:
     return [Refusal("same_kernel", f"sdpa runs this kernel here, since PyTorch's flash kernel {reasons}")]
 
 
-BACKEND = Branched("sdpa_efficient", (Variant(CUDA_EFFICIENT, lambda problem: CudaEfficient()),), also=measured_as_sdpa)
+LIMITS = CUDA_EFFICIENT._replace(dropout=True)
+BACKEND = Branched("sdpa_efficient", (Variant(LIMITS, lambda problem: CudaEfficient()),), also=measured_as_sdpa)
 
 name, version, refusals = BACKEND.name, BACKEND.version, BACKEND.refusals
 flops, workspace_bytes, run = BACKEND.flops, BACKEND.workspace_bytes, BACKEND.run

@@ -96,7 +96,7 @@ def configuration(problem: Problem) -> str:
 
 
 def takes_key_lens(problem: Problem) -> bool:
-    return key_parts(problem) is not None and not problem.needs_grad
+    return key_parts(problem) is not None and not problem.needs_grad and not problem.dropout_p
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, key_lens: Any = None, **tensors: Tensor) -> Result:
@@ -119,7 +119,7 @@ def run_documents(
 ) -> tuple[Tensor, Tensor]:
     refuse_tangents(name, q, k, v, *tensors.values())
     given, call = Given.of(problem, tensors), _documents(problem, lengths)  # not `Hidden`: no other's key is read
-    if tensors:
+    if tensors or problem.dropout_p:
         call = replace(call, given=given, known=None)
     return differentiable(q, k, v, call, given) if problem.needs_grad else call.forward(q, k, v)
 
@@ -207,7 +207,7 @@ def _launch_join(
     problem, parts = call.problem, key_parts(call.problem)
     assert parts is not None
     programs, others = problem.batch * problem.q_len * problem.heads, (problem.heads, parts.parts, problem.q_len)
-    meta = Meta.of(problem, parts.rows, 0, (), None)._replace(SOFTCAP=False, BIAS=False, ALIBI=False)
+    meta = Meta.of(problem, parts.rows, 0, (), None)._replace(SOFTCAP=False, BIAS=False, ALIBI=False, DROPS=False)
     found = launch(few_queries.join, programs, problem.device, tensors, others, meta, _warps(parts))
     note(name, problem, (parts.rows, getattr(call.key_lens, "dtype", None)))
     return found

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from attn_dispatch import process_state
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
+from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
 
@@ -148,8 +149,8 @@ def replacing_sdpa() -> Iterator[Replaced]:
 
     Of all threads; the context that was entered last counts. With gradient checkpointing backward() belongs inside, for
     it computes such calls anew. A name that a module imported before (`from torch.nn.functional import ...`) is not
-    replaced. Compiled functions, nested tensors, DTensors, calls with dropout or inside torch's context_parallel
-    keep PyTorch's.
+    replaced. Compiled functions, nested tensors, DTensors, and calls inside torch's context_parallel keep PyTorch's; so
+    do those with dropout, but on CPUs and CUDA.
     """
     global _original
     entered = Replaced(), tracing.context_parallel() is not None
@@ -168,7 +169,7 @@ def replacing_sdpa() -> Iterator[Replaced]:
                 functional.scaled_dot_product_attention = _original
 
 
-DROPOUT = "dropout_p > 0, for which attend() has the plain formula alone"
+DROPOUT = "dropout_p > 0, for which attend() has the plain formula alone on this device"
 _entered: list[tuple[Replaced, bool]] = []  #: contexts, and whether each was entered inside torch's context_parallel
 _original: Any = functional.scaled_dot_product_attention  #: what `_replacement` stands for
 _changing = process_state.lock()
@@ -181,7 +182,9 @@ def _replacement(*args: Any, **more: Any) -> Any:
     if not entered or entered[0][1] or any(map(tracing.is_dtensor, (*args, *more.values()))):
         return _by_torch(*args, **more)
     found, why = entered[0][0], DROPOUT
-    if not (more.get("dropout_p", args[4] if len(args) > 4 else 0) or 0) > 0:
+    drops = (more.get("dropout_p", args[4] if len(args) > 4 else 0) or 0) > 0
+    query = more.get("query", *args[:1])
+    if not drops or (isinstance(query, Tensor) and query.device.type in KNOWN):
         _running.inside = True
         try:
             result = scaled_dot_product_attention(*args, **more)

@@ -7,6 +7,7 @@ longer than a small attention.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ CUDA_FLASH = Limits(
     dict.fromkeys(HALF, (8, 0)),
     head_dim=256,
     gap=Gap(192, 224, (((8, 6), (8, 9)), ((12, 0), (12, 1)))),
+    dropout=True,
     most_rows=LARGEST_GRID,
     rocm=True,
     instead={"FA3": FLASH3._replace(repeatable_head_dim=0)},  # see backends/flash.py
@@ -76,6 +78,14 @@ CUDA_EFFICIENT = Limits(
 ANY_SDPA = Limits("", dict.fromkeys(DTYPES, ANY), repeatable_head_dim=0, lse=False, masks=True)
 
 
+@dataclass(slots=True)
+class Drawn:
+    """A call's dropout: its probability, and how a forward pass drew, which the backward pass repeats."""
+
+    p: float
+    state: tuple[Any, ...] = ()
+
+
 class DenseCall(NamedTuple):
     """One call of a dense kernel.
 
@@ -83,6 +93,7 @@ class DenseCall(NamedTuple):
         q: [batch, q_len, heads, head_dim]. k, v: [batch, k_len, kv_heads, head_dim]. Any strides, no empty axis.
         is_causal: queries see no key after their own position; q_len is k_len.
         mask: added to the scores, [1 or batch, 1 or heads, 1 or q_len, k_len].
+        drawn: its dropout, of kernels with `state_at`; None: none.
     """
 
     q: Tensor
@@ -91,6 +102,7 @@ class DenseCall(NamedTuple):
     is_causal: bool
     scale: float
     mask: Tensor | None = None
+    drawn: Drawn | None = None
 
 
 class Kernel:
@@ -100,7 +112,7 @@ class Kernel:
     takes the gradient of lse. `allocates`: copies of rows, or wider sums. `reads_vectors`: see `vector_aligned`.
     `tokens_first`: its op takes [batch, len, heads, head_dim]. `packs`: there is a `packed` one. `differentiates`:
     autograd has a formula for its op, which gives the bits of `backward` sooner. `gives_lse`: `forward` returns it;
-    otherwise any numbers, and `backward` does not read them.
+    otherwise any numbers, and `backward` does not read them. `state_at`: where its op returns after lse how it drew.
     """
 
     limits: Limits  #: of kernels for several patterns
@@ -109,6 +121,7 @@ class Kernel:
     takes_grad_lse = False
     allocates = reads_vectors = gives_lse = True
     tokens_first = packs = differentiates = False
+    state_at: tuple[int, ...] = ()
 
     def packed(self, lengths: tuple[int, ...], device: torch.device) -> Kernel:
         """This kernel for a batch of one row that holds documents of these lengths, each as a call of its own."""
@@ -122,12 +135,21 @@ class Kernel:
         given: Any = map(vector_aligned, call[:3]) if self.reads_vectors else call[:3]
         op, (batch, q_len, heads, d) = self.bound(call.is_causal, call.scale), call.q.shape
         assert op is not None
-        masked = {} if call.mask is None else self._masked(call)
-        out, lse, *_ = op(*(given if self.tokens_first else map(heads_first, given)), **masked)
+        more = {} if call.mask is None else self._masked(call)
+        more |= {} if call.drawn is None else {"dropout_p": call.drawn.p}
+        out, lse, *others = op(*(given if self.tokens_first else map(heads_first, given)), **more)
+        if call.drawn is not None:
+            call.drawn.state = tuple(others[at] for at in self.state_at)
         out = out if self.tokens_first else out.transpose(1, 2)
         # Some pad head_dim, or lse, to which others add an axis.
         lse = lse if lse.shape == (batch, heads, q_len) else lse.reshape(batch, heads, -1)[:, :, :q_len]
         return out if out.shape[-1] == d else out[..., :d], lse
+
+    def _dropped(self, call: DenseCall) -> tuple[Any, ...]:
+        """dropout_p, and how `forward` drew."""
+        if call.drawn is not None:
+            return call.drawn.p, *call.drawn.state
+        return 0.0, *[torch.empty((), dtype=torch.int64, device=call.q.device)] * len(self.state_at)
 
     def _masked(self, call: DenseCall) -> dict[str, Any]:
         """The op's argument that has the mask."""
@@ -216,6 +238,7 @@ class CudaFlash(Kernel):
 
     grouped = torch.version.hip is None  # by flash_api.cpp of CUDA builds
     differentiates = True
+    state_at = 4, 5
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_flash_attention")
@@ -225,10 +248,10 @@ class CudaFlash(Kernel):
         self, call: DenseCall, grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, *call[:3], out))
-        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        p, *drew = self._dropped(call)
         saved = q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-            grad, *saved, 0.0, call.is_causal, unused, unused, scale=call.scale
+            grad, *saved, p, call.is_causal, *drew, scale=call.scale
         )
         return tokens_first(call.q.shape[-1], dq, dk, dv)
 
@@ -238,6 +261,7 @@ class CudaEfficient(Kernel):
 
     limits = CUDA_EFFICIENT
     masks = differentiates = True
+    state_at = 0, 1
 
     def bound(self, is_causal: bool, scale: float) -> Callable[..., tuple[Tensor, ...]]:
         op = binding("_scaled_dot_product_efficient_attention")
@@ -252,10 +276,10 @@ class CudaEfficient(Kernel):
         # The kernel ignores the row strides of lse and out and assumes contiguous rows.
         lse = pad(lse, (0, -lse.shape[-1] % EFFICIENT_LSE_ALIGN), value=torch.inf).contiguous()
         grad, q, k, v, out = (heads_first(vector_aligned(x)) for x in (grad, *call[:3], out.contiguous()))
-        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        p, *drew = self._dropped(call)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, _bias(call), out, lse, unused, unused, 0.0, wanted, call.is_causal, scale=call.scale
+            grad, q, k, v, _bias(call), out, lse, *drew, p, wanted, call.is_causal, scale=call.scale
         )
         return tokens_first(call.q.shape[-1], dq, dk, dv)
 

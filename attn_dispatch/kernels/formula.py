@@ -112,11 +112,18 @@ def bounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(
-    q: Tensor, k: Tensor, v: Tensor, counts: Tensor | None, scale: float, terms: ScoreTerms = AS_THEY_ARE
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor | None,
+    scale: float,
+    keep: Tensor | None = None,
+    terms: ScoreTerms = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor]:
     """The formula in mixed precision: products in the inputs' dtype, the softmax in float32 or wider."""
     scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) * scale).to(sum_dtype(q.dtype))
     p, lse = softmax(terms.of(scores)[0], counts)
+    p = p if keep is None else p * keep
     return torch.einsum("bhqk,bkhd->bqhd", p.to(q.dtype), v), lse
 
 

@@ -54,6 +54,7 @@ class Limits(NamedTuple):
         lse: whether it returns lse.
         masks: whether it supports `seq_lens` and `key_mask`.
         softcap: whether it caps scores, of a backend that does.
+        dropout: whether it drops weights.
         fewest_keys: the fewest keys of one call.
         most_rows: the most batch rows of one call; each segment counts as a row.
         platforms: supported values of `sys.platform`; empty: all.
@@ -75,6 +76,7 @@ class Limits(NamedTuple):
     lse: bool = True
     masks: bool = False
     softcap: bool = True
+    dropout: bool = False
     fewest_keys: int = 1
     most_rows: int | None = None
     platforms: tuple[str, ...] = ()
@@ -88,12 +90,15 @@ class Limits(NamedTuple):
             active, asked = current_flash() or "", problem.flash_kernel
             if active or asked:
                 return self._replaced(problem, active, asked)
-        found = refuse_ranks(problem) + refuse_dropout(problem) + self._platform() + self._device(problem)
+        found = refuse_ranks(problem) + ([] if self.dropout else refuse_dropout(problem))
+        found += self._platform() + self._device(problem)
         found += refuse_dtype(problem, self.dtypes) + self._head_dim(problem) + self._determinism(problem)
         if problem.masked and not self.masks:
             found.append(Refusal("mask", "takes no mask, which seq_lens and key_mask need"))
         if problem.return_lse and not self.lse:
             found.append(Refusal("lse", f"returns no lse on {problem.device.type}"))
+        if problem.dropout_p and self.dropout and self._column(problem):
+            found.append(Refusal("dropout", "has no gradient of lse with dropout"))
         if problem.softcap and not self.softcap:
             found.append(Refusal("scores", "does not compute softcap"))
         return found

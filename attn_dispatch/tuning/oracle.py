@@ -239,16 +239,17 @@ def further_checks(backend: Backend) -> tuple[FurtherCheck, ...]:
     return found[:1] if traces(backend) else found
 
 
-def expected_of(example: Example, grad_lse: Tensor | None = None) -> dict[str, Expected]:
+def expected_of(example: Example, grad_lse: Tensor | None = None, keep: Tensor | None = None) -> dict[str, Expected]:
     """The expected results for every row and head, by name. Raises NoReference.
 
     Args:
         grad_lse: [batch, heads, q_len], the gradient of lse where the example has one of out; None: zero.
+        keep: dropout factors [batch, heads, q_len, k_len]; None: all 1.
     """
     example = example.without_dropout().exact()
     problem, device = example.problem, example.q.device
     every = torch.arange(problem.q_len, device=device), torch.arange(problem.heads, device=device)
-    sample = _Sample.of(example, *every, None if grad_lse is None else exactly(grad_lse))
+    sample = replace(_Sample.of(example, *every, None if grad_lse is None else exactly(grad_lse)), keep=keep)
     with reference(), _threads_for(problem):
         return sample.expected()
 
@@ -288,7 +289,8 @@ def draw(problem: Problem, pairs: int) -> tuple[Tensor, Tensor]:
 class _Sample:
     """The drawn rows and heads of q and of the gradients, and the heads of k and v that they read.
 
-    `counts` is the multiplicity (`numerics.multiplicity_of`); `kv_index` maps a drawn head to its head in `k`.
+    `counts` is the multiplicity (`numerics.multiplicity_of`), `keep` are dropout factors; `kv_index` maps a drawn head
+    to its head in `k`.
     """
 
     problem: Problem
@@ -301,6 +303,7 @@ class _Sample:
     kv_index: Tensor
     terms: formula.ScoreTerms
     bias: Tensor | None
+    keep: Tensor | None = None
 
     @classmethod
     def of(cls, example: Example, rows: Tensor, heads: Tensor, grad_lse: Tensor | None) -> _Sample:
@@ -331,7 +334,7 @@ class _Sample:
             wide, exact = sum_dtype(dtype), dtype == torch.float64
             bias = None if self.bias is None else self.bias.to(wide, copy=True).requires_grad_()
             terms, run = self._terms(wide, bias), formula.formula if exact else formula.rounded
-            out, lse = run(q, keys, values, self.counts, self.problem.scale, terms=terms)
+            out, lse = run(q, keys, values, self.counts, self.problem.scale, self.keep, terms)
             found = {"out": out.detach(), "lse": lse.detach()}
             if self.grad is not None:
                 results, weights = [out], [self.grad.to(dtype)]
@@ -357,7 +360,9 @@ class _Sample:
         terms = self._terms(wide, None if self.bias is None else self.bias.to(wide))
         tensors = (self.q, self.k, self.v, self.kv_index, self.counts, self.grad, self.grad_lse)
         bounds = formula.rounding_errors(self.problem, *tensors, terms, exact)
-        return {name: Expected(value, 2 * _error(rounded[name], value) + bounds[name]) for name, value in exact.items()}
+        most = 1.0 if self.keep is None else float(self.keep.max())
+        off = {name: 2 * _error(rounded[name], value) + most * bounds[name] for name, value in exact.items()}
+        return {name: Expected(value, off[name]) for name, value in exact.items()}
 
 
 def _visible(counts: Tensor, heads: int, kv_index: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:

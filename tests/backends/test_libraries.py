@@ -38,6 +38,7 @@ from attn_dispatch.spec.data import BlocksForm, RangesForm
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import CASES, Case
+from attn_dispatch.testing.checks import _OrderCheck
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.gate import HardCase, case_of
 from attn_dispatch.tuning.hard_cases import class_key
@@ -140,6 +141,30 @@ def test_documents_are_one_call(
         torch.autograd.grad(out.sum(), (q, k, v))
     documents = [each["documents"] for each in calls if "documents" in each]
     assert documents == ([] if adapter == "torch-flash" else [6, 6, 3, 3, 24, 24] if most == 24 else [6, 6, 3, 3])
+
+
+@pytest.mark.parametrize("adapter", ["flash2", "cudnn", "torch-flash", "efficient"])
+def test_what_a_forward_pass_drew_goes_to_the_backward_pass(adapter: str, calls: list[dict[str, Any]]) -> None:
+    """Dropout of one call of the kernel; of no part of a pattern, and not beside a gradient of lse."""
+    backend, computed = on_cpu(ADAPTERS[adapter]), 0
+    some = "dense-grouped", "causal", "window-causal", "dense-key-mask", "longnet-causal"
+    for case in [case for case in CASES if case.id in some]:
+        plain = replace(case.problem(torch.float16, needs_grad=True), return_lse=False)
+        problem = replace(plain, dropout_p=0.3)
+        if backend.refusals(plain):
+            continue
+        refused = [each.text for each in backend.refusals(replace(problem, return_lse=True))]
+        assert "has no gradient of lse with dropout" in " ".join(refused)
+        found = backend.refusals(problem)
+        if case.id == "longnet-causal" or (adapter == "efficient" and case.id == "dense-grouped"):
+            text = "drops weights in one call of the kernel, which has not all of this pattern"
+            assert found == [("dropout", text)]
+        else:
+            assert not found
+            assert _OrderCheck(backend, "natural", problem, set()).dropout() == []
+            computed += 1
+        assert not backend.takes_documents(problem)
+    assert computed == (3 if adapter == "flash2" else 2)
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)

@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import compat, replacing_sdpa
+from attn_dispatch.compat import sdpa
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import tracing
 from tests.support.calls import drawn
@@ -81,21 +82,22 @@ def test_what_torch_spreads_over_ranks_is_left_to_it(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_dropout_is_left_to_torch(by_name: bool) -> None:
-    """It has kernels for dropout, attend() the plain formula."""
+def test_dropout(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel of attend() has it, it is left to PyTorch."""
     x = drawn(2, 4, 9, 8)
 
     def dropped() -> Tensor:
         torch.manual_seed(0)
         if by_name:
-            return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+            return functional.scaled_dot_product_attention(query=x, key=x, value=x, dropout_p=0.5)
         return functional.scaled_dot_product_attention(x, x, x, None, 0.5)
 
     expected = dropped()
     with replacing_sdpa() as replaced:
+        assert not torch.equal(dropped(), expected)
+        monkeypatch.setattr(sdpa, "KNOWN", ("cuda",))
         assert torch.equal(dropped(), expected)
-        functional.scaled_dot_product_attention(x, x, x, None, 0.0)
-    left = "1 left to PyTorch: dropout_p > 0, for which attend() has the plain formula alone"
+    left = "1 left to PyTorch: dropout_p > 0, for which attend() has the plain formula alone on this device"
     assert str(replaced) == f"1 call by attend()\n{left}"
 
 

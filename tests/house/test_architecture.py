@@ -53,15 +53,15 @@ MOST_FILES = 13  #: of a room: one with more is about more than one thing; backe
 #: lines for anything else takes others away.
 LINES = {
     "api": 1095,
-    "backends": 2030,
+    "backends": 2045,
     "base": 540,
     "calls": 1147,
     "cli": 3050,
-    "compat": 506,
+    "compat": 509,
     "decisions": 2298,
     "entry": 121,
     "integrations": 1700,  # masks that are read without asking about all pairs took 350
-    "kernels": 11145,  # with parts that two backends share, and merge; products by AMX took 230
+    "kernels": 11425,  # products by AMX took 230, dropout 280
     "learning": 980,
     "machine": 1145,
     "nn": 1585,
@@ -69,11 +69,11 @@ LINES = {
     "ring": 3960,
     "spec": 2935,
     "store": 1490,
-    "testing": 910,
-    "tuning": 3820,
+    "testing": 924,
+    "tuning": 3825,
 }
-BESIDE = {"tests": 39_475, "tools": 6496}  #: the same for the folders beside the package
-PACKAGE = 40_437  #: lines of all rooms together; other systems and devices took 1,100
+BESIDE = {"tests": 39_705, "tools": 6496}  #: the same for the folders beside the package
+PACKAGE = 40_757  #: lines of all rooms together; other systems and devices took 1,100, dropout 320
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

@@ -150,7 +150,8 @@ from tests.support.compiling import compile_for
 LISTS = "tiles", "runs", "first_tile", "kind_of"
 for each, capability in ((FORWARD, 80), (BACKWARD_Q, 90), (BACKWARD_KV, 80)):
     compile_for(each, capability, LISTS, -9 if each is FORWARD else None)
-    compile_for(each, capability, LISTS, **dict.fromkeys(("SOFTCAP", "BIAS", "ALIBI"), True), ROWS=64, COLUMNS=32)
+    terms = dict.fromkeys(("SOFTCAP", "BIAS", "ALIBI", "DROPS"), True)
+    compile_for(each, capability, LISTS, **terms, ROWS=64, COLUMNS=32)
 """
 COMPILED["triton_tiles"] = """
 from attn_dispatch.backends.triton_tiles import BACKWARD_KV, BACKWARD_Q, FORWARD

@@ -32,7 +32,7 @@ TENSORS = {
     "backward_q": (*[ROWS] * 5, *[SUMS] * 4, ROWS),
     "backward_kv": (*[ROWS] * 4, SUMS, SUMS, ROWS, ROWS),
 }
-TERMS = Terms(0.5, 2.0, SUMS, ROWS, 630, 315, 105, 1)
+TERMS = Terms(0.5, 2.0, SUMS, ROWS, LENGTHS, 6554, 1.5, 630, 315, 105, 1)
 TABLES: Any = dict.fromkeys(Tables._fields, torch.empty(1, dtype=torch.int32))
 TABLES |= {"masks": BYTES, "counts": BYTES, "block_at": torch.empty(1, dtype=torch.int64)}
 

@@ -43,12 +43,21 @@ def scores(q: Tensor, k: Tensor, scale: float | None, bias: Tensor) -> Tensor:
     return scale * torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) + bias.double()
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor, empty: float) -> tuple[Tensor, Tensor]:
+def drawn(p: float, q: Tensor) -> Any:
+    """Dropout factors of any number of keys up to 4096, which stand for how a library drew them."""
+    kept = torch.rand(q.shape[0], q.shape[2], q.shape[1], 4096) >= p if p else torch.ones(1, dtype=torch.bool)
+    return kept.double() / (1 - p)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor, empty: float, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out as q and lse [batch, heads, q_len] in float32; `empty` is the lse of a row that sees no key."""
     s = scores(q, k, scale, bias)
     lse = s.logsumexp(-1)
     p = (s - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    p = p if keep is None else p * keep[..., : p.shape[-1]]
     out = torch.einsum("bhqk,bkhd->bqhd", p, v.double()).to(q.dtype)
     return out, lse.masked_fill(lse == -math.inf, empty).float()
 
@@ -63,6 +72,7 @@ def backward(
     scale: float | None,
     bias: Tensor,
     grad_lse: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> Grads:
     """As flash kernels do it: from the out and lse that are handed in, whatever they belong to."""
     group = q.shape[2] // k.shape[2]
@@ -71,9 +81,10 @@ def backward(
     delta = (grad.double() * out.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
     delta = delta if grad_lse is None else delta - grad_lse.double().unsqueeze(-1)
     assert scale is not None
-    ds = p * (torch.einsum("bqhd,bkhd->bhqk", grad.double(), values) - delta) * scale
+    factors = torch.ones(()) if keep is None else keep[..., : p.shape[-1]]
+    ds = p * (torch.einsum("bqhd,bkhd->bhqk", grad.double(), values) * factors - delta) * scale
     dq = torch.einsum("bhqk,bkhd->bqhd", ds, keys)
-    dk, dv = torch.einsum("bhqk,bqhd->bkhd", ds, q.double()), torch.einsum("bhqk,bqhd->bkhd", p, grad.double())
+    dk, dv = (torch.einsum("bhqk,bqhd->bkhd", x, y.double()) for x, y in ((ds, q), (p * factors, grad)))
     dk, dv = (torch.unflatten(x, 2, (-1, group)).sum(3) for x in (dk, dv))
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
@@ -149,9 +160,10 @@ def flash_attn_2(
         return_softmax, gen_, /,
     ):  # fmt: skip
         check_rows(q, k, v)
-        assert (out_, alibi_slopes_, p_dropout, softcap, return_softmax, gen_) == (None, None, 0.0, 0.0, False, None)
+        assert (out_, alibi_slopes_, softcap, return_softmax, gen_) == (None, None, 0.0, False, None)
         bias = flash_bias(q, k, is_causal, window_size_left, window_size_right)
-        return *forward(q, k, v, softmax_scale, bias, math.inf), None, None
+        rng_state = drawn(p_dropout, q)
+        return *forward(q, k, v, softmax_scale, bias, math.inf, rng_state), None, rng_state
 
     def fwd_kvcache(
         q, kcache, vcache, k_, v_, seqlens_k_, rotary_cos_, rotary_sin_, cache_batch_idx_, leftpad_k_, block_table_,
@@ -173,10 +185,10 @@ def flash_attn_2(
     ):  # fmt: skip
         check_rows(dout, q, k, v, out, dq_, dk_, dv_)
         check_lse(softmax_lse, q)
-        assert (alibi_slopes_, p_dropout, softcap, gen_, rng_state) == (None, 0.0, 0.0, None, None)
+        assert (alibi_slopes_, softcap, gen_, rng_state is None) == (None, 0.0, None, p_dropout == 0)
         calls.append({"deterministic": deterministic, "window": (window_size_left, window_size_right)})
         bias = flash_bias(q, k, is_causal, window_size_left, window_size_right)
-        found = backward(dout, q, k, v, out, softmax_lse, softmax_scale, bias)
+        found = backward(dout, q, k, v, out, softmax_lse, softmax_scale, bias, None, rng_state)
         for into, grad in zip((dq_, dk_, dv_), found):
             into.copy_(grad)
 
@@ -445,6 +457,15 @@ def xformers(monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], ops_o
 # --- PyTorch's ops, [batch, heads, len, head_dim] ---------------------------------------------------------------------
 
 
+OFFSET = torch.tensor(7)  #: of random numbers
+
+
+def state_of(p: float, philox_seed: Tensor, philox_offset: Tensor) -> Tensor | None:
+    """The factors that a forward pass drew."""
+    assert (philox_offset is OFFSET) == (p > 0)
+    return philox_seed if p else None
+
+
 def _turned(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
@@ -468,12 +489,14 @@ def cudnn_ops(stats_axes: int) -> SimpleNamespace:
         scale=None,
     ):  # fmt: skip
         check(query, key, value)
-        assert (attn_bias, compute_log_sumexp, dropout_p, return_debug_mask) == (None, True, 0.0, False)
+        assert (attn_bias, compute_log_sumexp, return_debug_mask) == (None, True, False)
         q, k, v = _turned(query, key, value)
         assert not is_causal or q.shape[1] == k.shape[1]
-        found, lse = forward(q, k, v, scale, flash_bias(q, k, is_causal, -1, -1), math.inf)
+        seed = drawn(dropout_p, q)
+        found, lse = forward(q, k, v, scale, flash_bias(q, k, is_causal, -1, -1), math.inf, seed)
         out = torch.empty_like(query).copy_(found.transpose(1, 2))
-        return out, (lse.unsqueeze(-1) if stats_axes == 4 else lse), None, None, *query.shape[2:3], 0, None, None, None
+        lse = lse.unsqueeze(-1) if stats_axes == 4 else lse
+        return out, lse, None, None, *query.shape[2:3], 0, seed, OFFSET, None
 
     def _scaled_dot_product_cudnn_attention_backward(
         grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
@@ -482,14 +505,15 @@ def cudnn_ops(stats_axes: int) -> SimpleNamespace:
         plan = (*check(query, key, value), is_causal)
         laid_out = (out.stride(), grad_out.stride(), logsumexp.stride())
         assert plans.setdefault(plan, laid_out) == laid_out
-        assert (attn_bias, cum_seq_q, cum_seq_k, dropout_p) == (None, None, None, 0.0)
+        assert (attn_bias, cum_seq_q, cum_seq_k) == (None, None, None)
+        keep = state_of(dropout_p, philox_seed, philox_offset)
         assert (max_q, max_k) == (query.shape[2], key.shape[2])
         assert logsumexp.ndim == stats_axes
         grad, q, k, v, o = _turned(grad_out, query, key, value, out)
         check_rows(grad, o)
         lse = logsumexp.reshape(query.shape[:3])
         check_lse(lse, q)
-        found = backward(grad, q, k, v, o, lse, scale, flash_bias(q, k, is_causal, -1, -1))
+        found = backward(grad, q, k, v, o, lse, scale, flash_bias(q, k, is_causal, -1, -1), None, keep)
         return tuple(_turned(*found))
 
     return _namespace(_scaled_dot_product_cudnn_attention, _scaled_dot_product_cudnn_attention_backward)
@@ -503,10 +527,11 @@ def flash_ops() -> SimpleNamespace:
     ):
         q, k, v = _turned(query, key, value)
         check_rows(q, k, v)
-        assert (dropout_p, return_debug_mask) == (0.0, False)
+        assert return_debug_mask is False
         assert not is_causal or q.shape[1] == k.shape[1]
-        out, lse = forward(q, k, v, scale, flash_bias(q, k, is_causal, -1, -1), math.inf)
-        return out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], None, None, None
+        seed = drawn(dropout_p, q)
+        out, lse = forward(q, k, v, scale, flash_bias(q, k, is_causal, -1, -1), math.inf, seed)
+        return out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], seed, OFFSET, None
 
     def _scaled_dot_product_flash_attention_backward(
         grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
@@ -515,9 +540,10 @@ def flash_ops() -> SimpleNamespace:
         grad, q, k, v, o = _turned(grad_out, query, key, value, out)
         check_rows(grad, q, k, v, o)
         check_lse(logsumexp, q)
-        assert (cum_seq_q, cum_seq_k, dropout_p) == (None, None, 0.0)
+        assert (cum_seq_q, cum_seq_k) == (None, None)
+        keep = state_of(dropout_p, philox_seed, philox_offset)
         assert (max_q, max_k) == (q.shape[1], k.shape[1])
-        found = backward(grad, q, k, v, o, logsumexp, scale, flash_bias(q, k, is_causal, -1, -1))
+        found = backward(grad, q, k, v, o, logsumexp, scale, flash_bias(q, k, is_causal, -1, -1), None, keep)
         return tuple(_turned(*found))
 
     return _namespace(_scaled_dot_product_flash_attention, _scaled_dot_product_flash_attention_backward)
@@ -542,9 +568,11 @@ def efficient_ops() -> SimpleNamespace:
     ):
         q, k, v = _turned(query, key, value)
         check_rows(q, k, v)
-        assert (compute_log_sumexp, dropout_p) == (True, 0.0)
-        out, lse = forward(q, k, v, scale, bias_of(attn_bias, q, k, is_causal), math.inf)
-        return out.transpose(1, 2), torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.nan), None, None
+        assert compute_log_sumexp is True
+        seed = drawn(dropout_p, q)
+        out, lse = forward(q, k, v, scale, bias_of(attn_bias, q, k, is_causal), math.inf, seed)
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.nan)
+        return out.transpose(1, 2), lse, seed, OFFSET
 
     def _scaled_dot_product_efficient_attention_backward(
         grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
@@ -555,10 +583,11 @@ def efficient_ops() -> SimpleNamespace:
         assert o.is_contiguous()
         assert logsumexp.is_contiguous()
         assert logsumexp.shape[-1] % 32 == 0
-        assert (dropout_p, grad_input_mask) == (0.0, [True, True, True, False])
+        assert grad_input_mask == [True, True, True, False]
+        keep = state_of(dropout_p, philox_seed, philox_offset)
         lse = logsumexp[:, :, : q.shape[1]].contiguous()
         check_lse(lse, q)
-        found = backward(grad, q, k, v, o, lse, scale, bias_of(attn_bias, q, k, is_causal))
+        found = backward(grad, q, k, v, o, lse, scale, bias_of(attn_bias, q, k, is_causal), None, keep)
         return *_turned(*found), None
 
     return _namespace(_scaled_dot_product_efficient_attention, _scaled_dot_product_efficient_attention_backward)

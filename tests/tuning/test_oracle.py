@@ -14,6 +14,7 @@ from torch import Tensor
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels import formula, registry
 from attn_dispatch.kernels.contract import Backend, adapted
+from attn_dispatch.kernels.dropout import gain
 from attn_dispatch.machine.openmp import openmp
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
 from attn_dispatch.spec.problem import Problem
@@ -110,7 +111,7 @@ def test_manual_dropout() -> None:
     entries = weights.numel()
     assert abs(share - 0.3) < 5 * math.sqrt(0.3 * 0.7 / entries)
     kept = weights[weights != 0]
-    torch.testing.assert_close(kept, torch.full_like(kept, 1 / 32 / 0.7))
+    torch.testing.assert_close(kept, torch.full_like(kept, gain(0.3) / 32))
     assert float(weights.mean(0).sub(1 / 32).abs().max()) < 6 / 32 * math.sqrt(0.3 / 0.7 / 60)
     (dv,) = torch.autograd.grad(runs[0].sum(), v)
     torch.testing.assert_close(dv[0, :, :, 0], runs[0].detach()[0].sum(0).transpose(0, 1), rtol=1e-12, atol=1e-12)

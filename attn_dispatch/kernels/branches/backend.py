@@ -134,6 +134,10 @@ class Variant(NamedTuple):
         batch = min(plan.batch_step, problem.batch)
         if pieces:  # none where no query is selected
             found = self.limits.piece_refusals(min(k for k, _ in pieces), batch * max(s for _, s in pieces))
+        if problem.dropout_p and (plan.single is None or batch < problem.batch):
+            found.append(
+                Refusal("dropout", "drops weights in one call of the kernel, which has not all of this pattern")
+            )
         if not self.limits.lse and any(not piece.fresh_q for block in plan.blocks for piece in block.pieces):
             found.append(Refusal("lse", "returns no lse, by which the parts of this pattern are joined"))
         return found or (self.package.load_refusals() if self.package else [])
@@ -200,7 +204,8 @@ class Branched(Backend):
 
     def takes_documents(self, problem: Problem) -> bool:
         row = _as_row(problem)
-        return not problem.pattern.branches and not self.refusals(row) and self.kernel(row).packs
+        alone = problem.pattern.branches or problem.dropout_p
+        return not alone and not self.refusals(row) and self.kernel(row).packs
 
     def run_documents(
         self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, lengths: tuple[int, ...], **tensors: Tensor

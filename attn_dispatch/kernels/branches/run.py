@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_dispatch.kernels.autograd import Passes, differentiable
 from attn_dispatch.kernels.branches.plan import Block, BranchPlan, Piece
 from attn_dispatch.kernels.contract import Result
-from attn_dispatch.kernels.dense import CUDA_HEAD_ALIGN, DenseCall, Kernel, with_lse_column
+from attn_dispatch.kernels.dense import CUDA_HEAD_ALIGN, DenseCall, Drawn, Kernel, with_lse_column
 from attn_dispatch.kernels.device_cache import kv_head_index
 from attn_dispatch.kernels.hidden import Hidden, copied_bytes, hidden_by_masks, without_padding
 from attn_dispatch.kernels.numerics import SMALLEST_SCALE, kernel_bytes, merge_, sum_dtype, with_positive_scale
@@ -54,7 +54,7 @@ def run(
     """
     q, problem = with_positive_scale(q, problem)
     single = plan.single
-    if single is not None and not problem.needs_grad and not masks:
+    if single is not None and not problem.needs_grad and not masks and not problem.dropout_p:
         out, lse = kernel.forward(DenseCall(q, k, v, single.is_causal, problem.scale))
         out = _as(out, q.dtype)
     else:
@@ -72,7 +72,8 @@ def passes(
     if hidden is not None:
         zeros = torch.zeros(hidden.shape, dtype=sum_dtype(problem.dtype), device=hidden.device)
         hidden = zeros.masked_fill_(hidden, -math.inf)
-    call = BranchPasses(problem, plan, kernel, hidden, seq_lens, biases)
+    drawn = Drawn(problem.dropout_p) if problem.dropout_p else None
+    call = BranchPasses(problem, plan, kernel, hidden, seq_lens, biases, drawn)
     # Pieces of branches hold selected keys only; others hold keys that no query sees, which kernels read.
     return Hidden.of(problem, masks, pattern=bool(biases) or not problem.pattern.branches).around(call)
 
@@ -87,6 +88,7 @@ class BranchPasses:
     hidden: Tensor | None
     seq_lens: Tensor | None
     biases: tuple[Bias, ...]
+    drawn: Drawn | None = None  #: of a plan with one call of the kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _forward(q, k, v, self)
@@ -112,7 +114,8 @@ class BranchPasses:
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: BranchPasses) -> tuple[Tensor, Tensor]:
     single = call.plan.single
     if single is not None and call.hidden is None:
-        out, lse = call.kernel.forward(DenseCall(q, k, v, single.is_causal, call.problem.scale))
+        dense = DenseCall(q, k, v, single.is_causal, call.problem.scale, drawn=call.drawn)
+        out, lse = call.kernel.forward(dense)
         return _as(out, q.dtype), lse
     whole = len(call.plan.blocks) == 1 and call.plan.batch_step >= call.problem.batch
     if whole:
@@ -175,7 +178,8 @@ def _piece_forward(
     outs, lses = [], []
     for part in _folds(views):
         mask = _mask(part[3] if hidden is not None else None, call, piece)
-        out, lse = call.kernel.forward(DenseCall(part[0], part[1], part[2], piece.is_causal, call.problem.scale, mask))
+        dense = DenseCall(part[0], part[1], part[2], piece.is_causal, call.problem.scale, mask, call.drawn)
+        out, lse = call.kernel.forward(dense)
         if mask is not None:
             lse = lse.masked_fill(~_seen(mask, call, piece), -math.inf)
         outs.append(out)
@@ -309,7 +313,7 @@ def _kernel_backward(
     """One call of the kernel; `q_side` is grad, q, out and lse, and the gradient of lse or nothing."""
     grad, q, out, lse, *grad_lse = q_side
     return call.kernel.backward(
-        DenseCall(q, k, v, piece.is_causal, call.problem.scale, mask), grad, out, lse, *grad_lse
+        DenseCall(q, k, v, piece.is_causal, call.problem.scale, mask, call.drawn), grad, out, lse, *grad_lse
     )
 
 

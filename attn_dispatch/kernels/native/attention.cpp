@@ -6,8 +6,8 @@
 // Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2, for the backward pass; Dao et al. 2023,
 // Flash-Decoding, for keys that are split between threads.
 //
-// In attention/, in reading order: vectors.h, products.h, tiles.h, amx.h, rows.h, softmax.h, key_head.h, few_queries.h, threads.h,
-// forward.h, backward.h.
+// In attention/, in reading order: vectors.h, products.h, tiles.h, amx.h, rows.h, dropout.h, softmax.h, key_head.h, few_queries.h,
+// threads.h, forward.h, backward.h.
 
 #include "attention/backward.h"
 #include "attention/forward.h"

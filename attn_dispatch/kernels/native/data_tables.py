@@ -123,17 +123,19 @@ def passes_of(
     seq_lens: Tensor | None,
     bias: Tensor | None,
     slopes: Tensor | None,
+    seed: int,
 ) -> Passes:
     """The passes of a problem, with tables for each row of the batch where the pattern has tensors by row."""
     inner, rows = _once(problem, data, torch.get_num_threads())
     if len(rows) == 1:
-        return run.NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0])
+        return run.NativePasses(inner, rows[0].tables, seen, seq_lens, bias, slopes, made=rows[0], seed=seed)
     found = list[run.NativePasses]()
     for row, made in enumerate(rows):
         own_seen, own_lens = (None if x is None else x[row : row + 1] for x in (seen, seq_lens))
         own_bias = bias if bias is None or len(bias) == 1 else bias[row : row + 1]
         own_slopes = slopes if slopes is None or slopes.ndim == 1 else slopes[row : row + 1]
-        found.append(run.NativePasses(inner, made.tables, own_seen, own_lens, own_bias, own_slopes, made=made))
+        of_row = inner, made.tables, own_seen, own_lens, own_bias, own_slopes
+        found.append(run.NativePasses(*of_row, made=made, seed=seed, first_row=row))
     return ByRow(tuple(found), problem.bias[:1] == (1,))
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attn_dispatch.kernels import dropout
 from attn_dispatch.kernels.autograd import Passes, refuse_tangents
 from attn_dispatch.kernels.contract import Result
 from attn_dispatch.kernels.native import library
@@ -59,6 +60,8 @@ class NativePasses:
     later: tuple[NativeTables, ...] = ()  #: of more queries, which are computed after those of `tables`
     more_keys: bool = False  #: whether the backward pass is given the lse of more keys than these
     made: ForwardArguments | None = None  #: for `tables`; by default those of the problem's pattern, if they are
+    seed: int = 0  #: of dropout
+    first_row: int = 0  #: of the batch, in the whole call
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         problem = self.problem
@@ -131,6 +134,7 @@ class NativePasses:
         VIEWS.pack_into(made, 0, *(number for x in first for number in (x.data_ptr(), *x.stride()[:3])))
         for name, x in views.items():
             setattr(made, name, library.View(x.data_ptr(), *x.stride()[:3]))
+        made.seed, made.first_row = self.seed, self.first_row
         if self.seen is not None:
             made.seen = self.seen.data_ptr()
         if self.seq_lens is not None:
@@ -208,6 +212,7 @@ def arguments(problem: Problem, tables: NativeTables, threads: int) -> library.A
         setattr(made, name, getattr(problem, name))
     made.group = problem.heads // problem.kv_heads
     made.dtype = DTYPES.index(problem.dtype)
+    made.dropped = dropout.threshold(problem.dropout_p)
     return made
 
 
@@ -292,13 +297,13 @@ def units_of(problem: Problem, tables: NativeTables, packed_heads: int, keys: in
 
 
 def packs_heads(problem: Problem) -> bool:
-    """Whether the queries of grouped heads fit into one tile."""
-    return problem.heads // problem.kv_heads * problem.q_len <= TILE
+    """Whether the queries of grouped heads fit into one tile. With dropout all passes have the same tiles."""
+    return not problem.dropout_p and problem.heads // problem.kv_heads * problem.q_len <= TILE
 
 
 def few_lanes(problem: Problem) -> bool:
     """Whether all queries of grouped heads are so few that reading the keys bounds the call."""
-    return problem.heads // problem.kv_heads * problem.q_len <= LANES
+    return not problem.dropout_p and problem.heads // problem.kv_heads * problem.q_len <= LANES
 
 
 def side_by_side(problem: Problem) -> bool:

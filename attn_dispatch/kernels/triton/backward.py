@@ -13,6 +13,7 @@ Source: Dao 2023, FlashAttention-2, algorithm 2.
 import triton
 import triton.language as tl
 
+from attn_dispatch.kernels.triton.dropout import gains
 from attn_dispatch.kernels.triton.lists import (
     VARIABLE,
     block_of,
@@ -83,7 +84,10 @@ def backward_q(
                 s = tl.where(visible, s, float("-inf"))
                 p = times * weights(s * steep - row_lse[:, None])
                 value = load_rows(v_head, columns, seen, v_by, meta)
-                ds = p * (scores(d_out, value, meta) - row_delta[:, None]) * capped
+                dp = scores(d_out, value, meta)
+                if meta.DROPS:
+                    dp *= gains(rows, columns, of_head, False)
+                ds = p * (dp - row_delta[:, None]) * capped
                 acc = add_product(ds.to(key[0].dtype), key, acc, meta)
     store_rows(dq, row_at, times_rows(acc, terms.scale, has_keys), stored, meta)
 
@@ -140,9 +144,16 @@ def backward_kv(
                 column_lse = tl.load(scaled_lse + scalars + columns, mask=there, other=float("inf"))
                 p = times * weights(s * steep - column_lse[None, :])
                 d_out = load_rows(grad_head, columns, seen, grad_by, meta)
-                acc_v = add_product(p.to(d_out[0].dtype), d_out, acc_v, meta)
+                kept = p
+                if meta.DROPS:
+                    factors = gains(rows, columns, of_head, True)
+                    kept = p * factors
+                acc_v = add_product(kept.to(d_out[0].dtype), d_out, acc_v, meta)
                 column_delta = tl.load(delta + scalars + columns, mask=there, other=0.0)
-                ds = p * (scores(value, d_out, meta) - column_delta[None, :]) * capped
+                dp = scores(value, d_out, meta)
+                if meta.DROPS:
+                    dp *= factors
+                ds = p * (dp - column_delta[None, :]) * capped
                 if meta.BIAS:
                     ds = tl.where(visible, ds, 0.0)
                 acc_k = add_product(ds.to(query[0].dtype), query, acc_k, meta)

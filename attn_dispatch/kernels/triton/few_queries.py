@@ -63,7 +63,7 @@ def part(tensors, q_by, k_by, v_by, kv_heads, splits, share, q_len, k_len, first
     for n in range(start, stop, meta.COLUMNS):
         block = block_of(None, run, n, 0, rows, 0, sizes, None, mask, of_head, 0, False, meta)
         row_max, total, acc = forward_step(
-            query, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, acc, meta
+            query, rows, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, acc, meta
         )
     at = program.to(tl.int64) * meta.ROWS + row
     tl.store(maxima + at, row_max)

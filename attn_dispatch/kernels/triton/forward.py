@@ -60,7 +60,7 @@ def forward(tensors, lists, q_by, k_by, v_by, heads, programs, together, q_len, 
             for n in range(n_from, n_to, 1 if meta.TILE else meta.COLUMNS):
                 block = block_of(lists, run, n, first, rows, kind, own, length, mask, of_head, phase, False, meta)
                 row_max, total, acc = forward_step(
-                    query, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, acc, meta
+                    query, rows, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, acc, meta
                 )
     has_keys = total != 0  # it may be NaN
     if length is not None:

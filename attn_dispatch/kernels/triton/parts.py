@@ -15,6 +15,7 @@ Source: Milakov & Gimelshein 2018, online softmax; Dao 2023, FlashAttention-2.
 import triton
 import triton.language as tl
 
+from attn_dispatch.kernels.triton.dropout import gains
 from attn_dispatch.kernels.triton.terms import LOG2_E, after_terms
 
 
@@ -118,7 +119,7 @@ def signed(x, scale):
 
 
 @triton.jit
-def forward_step(query, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, sums, meta):
+def forward_step(query, rows, k_head, k_by, v_head, v_by, block, slope, of_head, row_max, total, sums, meta):
     """The online softmax after a block of keys (see `lists.block_of`).
 
     Returns each row's maximum, scaled by the slope, and its sums.
@@ -133,6 +134,8 @@ def forward_step(query, k_head, k_by, v_head, v_by, block, slope, of_head, row_m
     p = tl.exp2(s * slope - safe[:, None]) * times
     shrink = tl.exp2(row_max - safe)
     total = total * shrink + tl.sum(p, 1)
+    if meta.DROPS:
+        p *= gains(rows, columns, of_head, False)
     value = load_rows(v_head, columns, there[:, None], v_by, meta)
     rest = sums[1]
     if meta.REST_D:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from attn_dispatch import process_state, settings
+from attn_dispatch.kernels import dropout
 from attn_dispatch.kernels.contract import Refusal, refuse_pattern
 from attn_dispatch.kernels.device_cache import is_noted, refuse_compiling
 from attn_dispatch.kernels.limits import ANY, HALF, Limits
@@ -46,7 +47,12 @@ from attn_dispatch.spec.problem import Problem
 
 #: From capability 8.0 on there are bfloat16 products and asynchronous copies.
 LIMITS = Limits(
-    "cuda", dict.fromkeys((*HALF, torch.float32), (8, 0)), head_dim=HEAD_DIM_LIMIT, grad_lse=True, masks=True
+    "cuda",
+    dict.fromkeys((*HALF, torch.float32), (8, 0)),
+    head_dim=HEAD_DIM_LIMIT,
+    grad_lse=True,
+    masks=True,
+    dropout=True,
 )
 #: Without bfloat16: the interpreter uses numpy, which lacks it.
 INTERPRETED = LIMITS._replace(device="cpu", dtypes=dict.fromkeys((torch.float16, torch.float32), ANY))
@@ -55,7 +61,7 @@ INTERPRETED_BLOCK = BlockConfig(64, 64, 4, 1)
 COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
-BIASED = 64, 32  #: rows and columns of a block with a bias, at most: what is loaded for each score takes registers
+BIASED = 64, 32  #: rows and columns of a block with a bias or dropout, at most: what each score has takes registers
 #: Options of every launch: a product and a sum are one instruction, Triton's default until 3.9, which warns of its end.
 FUSED = {"enable_fp_fusion": True}
 
@@ -153,7 +159,7 @@ def fitting_blocks(each: TritonKernel, problem: Problem) -> tuple[BlockConfig, .
     if problem.device.type == "cpu":
         return (INTERPRETED_BLOCK,)
     listed = blocks_for(each.kernel, problem, each.single)
-    if problem.bias:
+    if problem.bias or problem.dropout_p:
         listed = tuple(replace(clipped(block, *BIASED), stages=2) for block in listed)
     limit = shared_limit(problem.device)
     return tuple(block for block in listed if shared_bytes(each, problem, block) <= limit) or listed[-1:]
@@ -188,12 +194,14 @@ class Given(NamedTuple):
         key_mask: uint8, contiguous; 0 for hidden keys.
         bias: expanded to [batch, heads, q_len, k_len].
         slopes: float32 [batch, heads], contiguous.
+        seed: of dropout, int64 [1].
     """
 
     seq_lens: Tensor | None = None
     key_mask: Tensor | None = None
     bias: Tensor | None = None
     slopes: Tensor | None = None
+    seed: Tensor | None = None
 
     @classmethod
     def of(cls, problem: Problem, tensors: Mapping[str, Tensor]) -> Given:
@@ -208,6 +216,8 @@ class Given(NamedTuple):
                 found[name] = x.contiguous()
             elif name == "key_mask":
                 found[name] = x.contiguous().view(torch.uint8)
+        if problem.dropout_p:
+            found["seed"] = dropout.drawn_seed(problem.device)
         return cls(**found)
 
 
@@ -218,17 +228,20 @@ def bytes_beside_lists(problem: Problem) -> int:
     """Upper bound of the bytes of copies in `Given`, and of lse; for gradients also of scaled lse, delta, and a
     contiguous gradient of lse.
     """
-    given = problem.k_len * problem.has_key_mask + 8 * problem.heads * (problem.alibi_axes > 0)
+    given = problem.k_len * problem.has_key_mask + 8 * problem.heads * (problem.alibi_axes > 0) + 8
     return problem.batch * (given + 4 * problem.heads * problem.q_len * (4 if problem.needs_grad else 1))
 
 
 class Terms(NamedTuple):
-    """What a call does to its scores (see `terms`): scale, cap, slopes, and bias with its strides."""
+    """What a call does to its scores (see `terms`): scale, cap, slopes, bias with its strides; and dropout."""
 
     scale: float
     softcap: float
     slopes: Tensor | None
     bias: Tensor | None
+    seed: Tensor | None
+    dropped: int
+    gain: float
     bias_b: int = 0
     bias_h: int = 0
     bias_q: int = 0
@@ -238,7 +251,8 @@ class Terms(NamedTuple):
     def of(cls, problem: Problem, given: Given) -> Terms:
         strides = () if given.bias is None else given.bias.stride()
         softcap = max(problem.softcap, torch.finfo(torch.float32).tiny)
-        return cls(as_float32(problem.scale), softcap, given.slopes, given.bias, *strides)
+        drops = given.seed, dropout.threshold(problem.dropout_p), dropout.gain(problem.dropout_p)
+        return cls(as_float32(problem.scale), softcap, given.slopes, given.bias, *drops, *strides)
 
 
 class Meta(NamedTuple):
@@ -252,7 +266,7 @@ class Meta(NamedTuple):
         BRANCHES, AXES: of `reach`.
         BY_ROW: whether each row of the batch has lists of its own.
         SINKS: whether there are runs of sinks.
-        SOFTCAP, BIAS, ALIBI: whether `Terms` has them.
+        SOFTCAP, BIAS, ALIBI, DROPS: whether `Terms` has them.
         PRECISION: of products.
         WIDE: offsets within a head need 64 bits.
     """
@@ -273,13 +287,15 @@ class Meta(NamedTuple):
     PRECISION: str = "ieee"
     WIDE: bool = False
     BY_ROW: bool = False
+    DROPS: bool = False
 
     @classmethod
     def of(cls, problem: Problem, rows: int, columns: int, strided: Sequence[Tensor], bias: Tensor | None) -> Meta:
         d, group = problem.head_dim, problem.heads // problem.kv_heads
         terms = bool(problem.softcap), bool(problem.bias), bool(problem.alibi_axes)
         wide = needs_wide_offsets(strided if bias is None else [*strided, bias.transpose(1, 2)])
-        return cls(group, d, padded(d), 0, rows, columns, 0, 0, 0, False, *terms, precision(problem), wide)
+        made = cls(group, d, padded(d), 0, rows, columns, 0, 0, 0, False, *terms, precision(problem), wide)
+        return made._replace(DROPS=problem.dropout_p > 0)
 
 
 class Launch(NamedTuple):

@@ -17,14 +17,15 @@ LARGEST_BIAS = tl.constexpr(1e30)  #: that of `formula`
 
 @triton.jit
 def head_terms(terms, batch, head, heads, meta):
-    """The `support.Terms` of a head, or of heads [rows, 1]: its bias, strides of that, slope, and the cap."""
+    """The `support.Terms` of a head, or of heads [rows, 1]: its bias, strides of that, slope, the cap, and dropout."""
     bias = 0
     if meta.BIAS:
         bias = terms.bias + batch * terms.bias_b + head * terms.bias_h
     slope = 0.0
     if meta.ALIBI:
         slope = tl.load(terms.slopes + batch * heads + head) * LOG2_E
-    return bias, terms.bias_q, terms.bias_k, slope, terms.softcap
+    dropout = terms.seed, batch * heads + head, terms.dropped, terms.gain
+    return bias, terms.bias_q, terms.bias_k, slope, terms.softcap, dropout
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def added_to(rows, columns, visible, ahead, of_head, KEYS: tl.constexpr, meta):
     queries, keys = rows[:, None], columns[None, :]
     if KEYS:
         queries, keys = keys, queries
-    bias, bias_q, bias_k, slope, _ = of_head
+    bias, bias_q, bias_k, slope, _, _ = of_head
     added = 0.0
     if meta.ALIBI:
         added = -slope * tl.abs(queries + ahead - keys).to(tl.float32)

@@ -188,11 +188,15 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
     if (rough) weigh_again(a, tile, b, h, products, s);
     const float unit = products.unit, scale = (float)a.scale;
     const float share = a.softcap == 0.0 ? 0.0f : (float)(unit * LN_2 / a.softcap);
+    const float gain = a.gain();
     each_block(a, tile, b, T, 0, 1, [&](const Block& block) {
         auto slope = [&](int t, int n, vec& p, vec& ds) {
             vec x = load(s.scores + t * T + n * W);
             p = exp2_((x - load(s.peak + n * W)) * unit - load(s.total + n * W));
-            ds = p * (load(s.other + t * T + n * W) - load(s.delta + n * W));
+            vec dp = load(s.other + t * T + n * W);
+            if (a.dropped) dp = kept(s.kept[t], n, dp * gain);
+            ds = p * (dp - load(s.delta + n * W));
+            if (a.dropped) p = kept(s.kept[t], n, p * gain);
             if (a.dbias) add_dbias(a, s, block, b, h, t, n, count, ds);
             if (share != 0.0f) ds *= larger(splat(1.0f) - x * share * (x * share), vec{}); // 0 where x is -inf
             ds *= scale;
@@ -201,6 +205,7 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
         change_scores(a, s, block, b, h, unit);
         block.hide(s.scores);
         block.fill_hidden(s.other, 0.0f); // hidden values may hold NaN
+        draw_kept(a, s, block, b, h);
         products.weigh(block, slope);
         products.add(block, count, own_rows(a.dk, dk, block), own_rows(a.dv, dv, block));
     });

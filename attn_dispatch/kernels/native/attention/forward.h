@@ -22,6 +22,7 @@ template <class E> void forward_nothing(const Args& a, const Tile& tile, i64 b, 
 template <class E> void write_results(const Args& a, i64 b, i64 h, float unit, bool rows, const Scratch& s) {
     const int depth = (int)a.head_dim, lane_step = rows ? depth : 1, step = rows ? 1 : s.pitch;
     E* out = head_of<E>(a.out, b, h);
+    const float gain = a.gain();
     int written = 0;
 #if defined(__AVX512F__)
     if (!rows) written = depth / W * W;
@@ -32,14 +33,14 @@ template <class E> void write_results(const Args& a, i64 b, i64 h, float unit, b
             transpose(square);
             for (int l = 0; l < W && i + l < s.lanes; l++) {
                 bool any = s.total[i + l] != 0.0f && s.at[i + l] < a.queries_of(b);
-                put(out + s.row(a.out, i + l) + d, any ? square[l] * (1.0f / s.total[i + l]) : vec{});
+                put(out + s.row(a.out, i + l) + d, any ? square[l] * (gain / s.total[i + l]) : vec{});
             }
         }
 #endif
     for (int i = 0; i < s.lanes; i++) {
         i64 p = s.at[i];
         bool any = s.total[i] != 0.0f && p < a.queries_of(b);
-        float share = any ? 1.0f / s.total[i] : 0.0f;
+        float share = any ? gain / s.total[i] : 0.0f;
         E* row = out + s.row(a.out, i);
         for (int d = written; d < depth; d++) row[d] = narrow<E>(any ? s.sums[d * step + i * lane_step] * share : 0.0f);
         if (!a.lse) continue;
@@ -79,7 +80,9 @@ void forward_turns(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, flo
             products.score(block);
             change_scores(a, s, block, b, h + i * a.packed_heads, products.unit);
             block.hide(s.scores);
-            weigh<typename Products::Weights>(block, products.unit, depth, s);
+            draw_kept(a, s, block, b, h + i * a.packed_heads);
+            if (a.dropped) weigh<typename Products::Weights, true>(block, products.unit, depth, s);
+            else weigh<typename Products::Weights>(block, products.unit, depth, s);
             products.mix(block);
         }
     });

@@ -17,6 +17,7 @@ struct Scratch {
     i64 at[T];   // positions of the queries; unused lanes repeat the last query, and their results are dropped
     i64 head[T]; // heads, counted from the tile's first
     bool dead[T]; // unused lanes, and queries without keys
+    u64 kept[KEYS]; // with dropout, of each key of a block the lanes that keep its weight
     int width; // of a padded row
     int pitch = T; // lanes from one row of lanes to the next
     int lanes = 0; // that are used

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "rows.h"
+#include "dropout.h"
 
 namespace {
 
@@ -108,7 +108,8 @@ struct NoSums {
 };
 
 // Turns scores into weights relative to the running maximum, and rescales earlier sums. `unit` scales scores to powers of 2.
-template <class Form> void weigh(const Block& block, float unit, int depth, Scratch& s) {
+// DROPS: weights that are dropped count in the total.
+template <class Form, bool DROPS = false> void weigh(const Block& block, float unit, int depth, Scratch& s) {
     for (int n = block.from; n < block.to; n++) {
         float* x = s.scores + n * W;
         vec old = load(s.peak + n * W), peak = old;
@@ -119,7 +120,7 @@ template <class Form> void weigh(const Block& block, float unit, int depth, Scra
         Form::put(s, block, n, [&](int t) {
             vec p = exp2_((load(x + t * s.pitch) - base) * unit);
             total += p;
-            return p;
+            return DROPS ? kept(s.kept[t], n, p) : p;
         });
         store(s.peak + n * W, peak);
         store(s.total + n * W, total);

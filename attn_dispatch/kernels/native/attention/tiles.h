@@ -44,10 +44,14 @@ struct Args {
     float* dbias;               // [batch, heads, q_len, k_len], or null
     i64 slopes_batch, bias_batch, bias_head, bias_row, bias_key; // strides
     i64 more_keys; // backward: whether lse is that of more keys than the tables name
+    // Dropout: of 65536 numbers those below `dropped` drop a weight; the batch row of the first one here, in the whole call.
+    i64 dropped, first_row;
+    u64 seed;
 
     // Floats of what a split leaves: peaks, totals and sums by lane, and the unit of scores.
     i64 state_size() const { return 2 * T + head_dim * std::min<i64>(T, (packed_heads * q_len + W - 1) / W * W) + 1; }
 
+    float gain() const { return 65536.0f / (float)(65536 - dropped); } // of what is kept
     i64 keys_of(i64 b) const { return seq_lens ? seq_lens[b] : k_len; }
     i64 queries_of(i64 b) const { return seq_lens ? seq_lens[b] : q_len; }
     const u8* seen_in(i64 b) const { return seen ? seen + b * k_len : nullptr; }
