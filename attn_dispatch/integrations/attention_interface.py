@@ -59,11 +59,11 @@ def _checked_setter(setter: Callable[..., None], name: str) -> Callable[..., Non
     def set_attn_implementation(self: Any, attn_implementation: Request, *args: Any, **more: Any) -> None:
         named = [config for config, asked in _configs_of(self.config, attn_implementation) if asked == name]
         parts = _named_parts(self, named)
-        fixed = {model for part in parts if part.asking for model in _models_of(self, part.config)}
-        if fixed := {model for model in fixed if not model._can_set_attn_implementation()}:
-            raise InvalidInput(
-                f"{_and(fixed)} cannot change it later: load the model with attn_implementation={name!r}"
-            )
+        models = [x for x in self.modules() if isinstance(x, transformers.PreTrainedModel)]
+        asking = [x for x in models if any(part.asking and part.config is x.config for part in parts)]
+        if fixed := {type(x) for x in asking if not x._can_set_attn_implementation()}:
+            how = f"load the model with attn_implementation={name!r}"
+            raise InvalidInput(f"{_and(fixed)} cannot change it later: {how}")
         _refuse_ignorant(parts, name)
         before = [(part.config, part.config._attn_implementation) for part in parts if part.is_ignorant]
         setter(self, attn_implementation, *args, **more)
@@ -166,11 +166,6 @@ def parts_of(model: nn.Module) -> list[Part]:
     return [part for part in found.values() if part.config is not None]
 
 
-def _models_of(model: Any, config: Any) -> Iterator[Any]:
-    models = (x for x in model.modules() if isinstance(x, transformers.PreTrainedModel))
-    yield from (type(x) for x in models if x.config is config)
-
-
 # --- what the code of a layer names -----------------------------------------------------------------------------------
 
 
@@ -246,7 +241,8 @@ def _refuse_ignorant(parts: list[Part], name: str) -> None:
         what = f"{_and(layers)} do not ask transformers' AttentionInterface"
         raise InvalidInput(f"{models} would ignore attn_implementation={name!r}, as {what}: {how}")
     how = f": {how}" if "sdpa()" in how else ""
-    say_once(f"{_and(layers)} in {models} go on as they were, as they do not ask transformers' AttentionInterface{how}")
+    what = f"{_and(layers)} in {models} go on as they were"
+    say_once(f"{what}, as they do not ask transformers' AttentionInterface{how}")
 
 
 def _and(kinds: set[type]) -> str:

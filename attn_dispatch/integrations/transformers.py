@@ -99,8 +99,9 @@ class Keys(BlockMask):
 
     def to(self, device: Any = None, non_blocking: bool = False, *, dtype: torch.dtype | None = None) -> Any:
         """On another device, as accelerate's hooks ask; of another type it is a tensor."""
-        if dtype is not None or isinstance(device, torch.dtype):
-            return self.whole().to(device, dtype=dtype) if dtype is not None else self.whole().to(device)
+        kind = device if isinstance(device, torch.dtype) else dtype
+        if kind is not None:
+            return self.whole().to(dtype=kind, device=None if kind is device else device)
         given = self.key_mask, self.documents
         masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in given)
         found = replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
@@ -340,11 +341,12 @@ def attention(
         if attention_mask.refusal is not None:
             raise InvalidInput(attention_mask.refusal)
         sizes, (q_len, k_len) = [x.shape[2] for x in (query, key, value)], attention_mask.shape[2:]
-        if q_len == 1 and isinstance(attention_mask.pattern, Dense):  # one row for all queries, as a mask is broadcast
+        if q_len == 1 and isinstance(attention_mask.pattern, Dense):  # one row for all queries, as masks are broadcast
             attention_mask, q_len = replace(attention_mask, pattern=Dense()), sizes[0]
         if sizes != [q_len, k_len, k_len]:
-            what = f"the mask is for {[q_len, k_len]} queries and keys, the layer has {sizes} queries, keys and values"
-            raise InvalidInput(f"{what}: use attn_implementation={others(config)} for this model")
+            what = f"the mask is for {[q_len, k_len]} queries and keys"
+            use = f"use attn_implementation={others(config)} for this model"
+            raise InvalidInput(f"{what}, the layer has {sizes} queries, keys and values: {use}")
         stop, pattern = attention_mask.stop, attention_mask.pattern
         key, value = key[:, :, :stop], value[:, :, :stop]
         more["bias"] = None if position_bias is None else position_bias[..., :stop]

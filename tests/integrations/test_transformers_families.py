@@ -183,10 +183,10 @@ def test_equals_its_own_attention(kind: str, asked: list[str]) -> None:
         assert is_listed or transformers.__version__ != TRIED, f"{found}: not in NOT_MADE"
         pytest.skip(found)
     assert not is_listed or transformers.__version__ != TRIED, "take it out of NOT_MADE"
-    if expected is None:
+    if expected is None and transformers.__version__ == TRIED:
         assert found == "right"
-    else:
-        assert re.search(f"^refused: .*{expected}", found), "is it still to be refused?"
+    elif found != "right" or transformers.__version__ == TRIED:  # others may have learnt to ask, or be new
+        assert re.search(f"^refused: .*({expected or '|'.join(REFUSED)})", found), "is it still to be refused?"
         assert re.search("use attn_implementation=|replacing_sdpa", found)
 
 

@@ -213,10 +213,21 @@ def candidates(model: Any, padding: str) -> Iterator[dict[str, Any]]:
         {"pixel_values": normal(2, 16, channels * patch * patch)},
     ]
     needed = {name for name, x in taken.items() if x.default is x.empty and x.kind == x.POSITIONAL_OR_KEYWORD}
-    for each in sets:
+    masked = _masked if "attention_mask" in taken else lambda *_: ()
+    for each in (more for one in sets for more in (*masked(one, padding), one)):
         given = {name: x for name, x in each.items() if name in taken}
         if needed <= given.keys() >= each.keys() - {"attention_mask"}:
             yield given | {name: False for name in ("use_cache",) if name in taken}
+
+
+def _masked(inputs: dict[str, Any], padding: str) -> Iterator[dict[str, Any]]:
+    """Sound, half of one row of which is padding, by frames or by samples."""
+    for x in (inputs.get("input_features"), inputs.get("input_values")):
+        if x is not None and padding == "right":
+            for length in dict.fromkeys(n for n in x.shape[1:] if n > 1):
+                mask = torch.ones(2, length, dtype=torch.int64)
+                mask[1, length // 2 :] = 0
+                yield {**inputs, "attention_mask": mask}
 
 
 def is_real(x: Any) -> bool:
