@@ -3,8 +3,9 @@
     import attn_dispatch.integrations.transformers
     model.set_attn_implementation("attn_dispatch")
 
-Masks are read and translated into patterns and key masks, never built whole and never dropped. What attend() has not is
-refused by name; with `register(fallback=True)` such masks are handed to PyTorch's attention as transformers does.
+Masks are read and translated into patterns and key masks, never dropped, and built whole only for a model that computes
+with them itself. What attend() has not is refused by name; with `register(fallback=True)` such masks are handed to
+PyTorch's attention as transformers does.
 
 Where a decoder's config has `attn_dispatch = {"segment_lengths": [...], "dilation_rates": [...]}`, its layers with full
 causal attention become `Dilated`.
@@ -13,6 +14,7 @@ causal attention become `Dilated`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -26,7 +28,13 @@ from attn_dispatch.compat.sdpa import mask_arguments
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import unmasked
-from attn_dispatch.integrations.attention_interface import refuse_models_without_it
+from attn_dispatch.integrations.attention_interface import (
+    EAGER,
+    gives,
+    has_eager_alone,
+    others,
+    refuse_models_without_it,
+)
 from attn_dispatch.integrations.libraries import library
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 from attn_dispatch.integrations.mask_runs import evaluated
@@ -50,6 +58,8 @@ OF_LAYERS = {"attention_interface", "layer_idx", "past_key_values", "past_key_va
 IN_MASKS = {"position_ids", "cache_position", "token_type_ids", "mm_token_type_ids"}
 IN_MASKS |= {"sliding_window", "max_length_q", "max_length_k"}
 WITHOUT_EFFECT = OF_MODELS | OF_LAYERS | IN_MASKS
+#: Keywords that the functions of transformers read, whoever gives them.
+REFUSED = {"output_attentions", "cache"}
 #: Keywords that tell of documents in packed rows.
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
@@ -66,6 +76,8 @@ class Keys(BlockMask):
         documents: ids [batch, len], or None.
         refusal: why no layer can use it: some models make masks that none of their layers uses.
         is_checked: whether positions were compared with it.
+        dense: makes it whole, bool [batch, 1, q_len, k_len], as sdpa gets it: some models compute with their mask.
+        config: of the layers that it is for.
     """
 
     pattern: Pattern
@@ -75,6 +87,8 @@ class Keys(BlockMask):
     documents: Tensor | None = None
     refusal: str | None = None
     is_checked: bool = False
+    dense: Callable[[], Tensor] | None = None
+    config: Any = None
 
     @property
     def shape(self) -> Size:
@@ -83,28 +97,69 @@ class Keys(BlockMask):
     def contiguous(self) -> Keys:  # generate() calls it
         return self
 
-    def to(self, device: Any, non_blocking: bool = False) -> Keys:  # accelerate's hooks call it
+    def to(self, device: Any = None, non_blocking: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+        """On another device, as accelerate's hooks ask; of another type it is a tensor."""
+        kind = device if isinstance(device, torch.dtype) else dtype
+        if kind is not None:
+            return self.whole().to(dtype=kind, device=None if kind is device else device)
         given = self.key_mask, self.documents
         masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in given)
         found = replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
         if isinstance(self.pattern, Ranges):
             found.pattern = Ranges(*self.pattern.data.to(device, non_blocking=non_blocking))
+        found.dense = lambda: self.whole().to(device, non_blocking=non_blocking)
         return found
 
-    def __getitem__(self, index: Any) -> Keys:
+    def __getitem__(self, index: Any) -> Any:
         """The mask of the last queries, `[:, :, -n:, :]`, of all for 0: Gemma 4 drops the others while it generates."""
-        whole, at = slice(None), index[2] if isinstance(index, tuple) and len(index) == 4 else None
-        if not isinstance(at, slice) or index != (whole, whole, slice(at.start, None), whole) or (at.start or 0) > 0:
-            self._refuse()
+        every, at = slice(None), index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(at, slice) or index != (every, every, slice(at.start, None), every) or (at.start or 0) > 0:
+            return self.whole()[index]
         q_len = min(-at.start, self.size[2]) if at.start else self.size[2]
         pattern = Ranges(*self.pattern.data[..., -q_len:]) if isinstance(self.pattern, Ranges) else self.pattern
-        return replace(self, pattern=pattern, size=(*self.size[:2], q_len, self.size[3]))
+        size = (*self.size[:2], q_len, self.size[3])
+        return replace(self, pattern=pattern, size=size, dense=lambda: self.whole()[:, :, -q_len:])
+
+    def whole(self) -> Tensor:
+        if self.dense is None:
+            self._refuse()
+        return self.dense()
+
+    def __getattr__(self, name: str) -> Any:  # what a tensor has
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def whole(x: Any) -> Any:
+            if isinstance(x, list | tuple):
+                return type(x)(map(whole, x))
+            if isinstance(x, Keys) and any(word in function.__name__ for word in ("add", "sub", "mul")):
+                x._refuse()
+            return x.whole() if isinstance(x, Keys) else x
+
+        return function(*whole(args), **{name: whole(x) for name, x in (kwargs or {}).items()})
+
+    def __invert__(self) -> Tensor:
+        return ~self.whole()
+
+    def __and__(self, other: Any) -> Any:
+        return self.whole() & other
+
+    def __or__(self, other: Any) -> Any:
+        return self.whole() | other
+
+    def __eq__(self, other: object) -> Any:
+        return self.whole() == other
+
+    __rand__, __ror__, __hash__ = __and__, __or__, object.__hash__
 
     def _refuse(self, *_: Any) -> NoReturn:
-        what = "the model computes with its mask, which attn_dispatch does not build"
-        raise InvalidInput(f"{what}: use attn_implementation='sdpa' or 'eager'")
+        what = "the model adds its mask to scores, or multiplies by it, which attn_dispatch does not make for that"
+        raise InvalidInput(f"{what}: use attn_implementation={others(self.config)}")
 
-    __add__ = __radd__ = __and__ = __rand__ = __invert__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
 
     def __repr__(self) -> str:
         return f"Keys({self.pattern}, {list(self.size)})"
@@ -139,20 +194,22 @@ def mask(
     """
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
-    size = (batch_size, 1, q_length, kv_length)
-    spread = getattr(given.get("config"), NAME, None)
+    size, config = (batch_size, 1, q_length, kv_length), given.get("config")
+    spread = getattr(config, NAME, None)
     of_it = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function}
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
     dense = partial(masking_utils.sdpa_mask, batch_size, **given | of_it | whole)
+    as_given = partial(dense, q_length=q_length, q_offset=q_offset, attention_mask=attention_mask)
     try:
         keys = _keys(mask_function, dense, size, key_mask, q_offset, kv_offset, spread)
     except Unreadable as error:
         if fallback:
-            return dense(q_length=q_length, q_offset=q_offset, attention_mask=attention_mask)
+            return as_given()
         name = getattr(mask_function, "__qualname__", repr(mask_function))
         what = f"the mask {name} is none of causal, window, chunks, padding and packed rows ({error})"
         how = f"{__name__}.register(fallback=True) hands such to PyTorch's attention"
-        return Keys(Dense(), size, refusal=f"{what}; {how}")
+        keys = Keys(Dense(), size, refusal=f"{what}; {how}")
+    keys.dense, keys.config = as_given, config
     if keys.key_mask is not None and not is_tracing(keys.key_mask) and bool(keys.key_mask.all()):
         keys.key_mask = None  # one look at data for each forward pass, as sdpa's masks take; none while tracing
     return keys
@@ -264,10 +321,14 @@ def attention(
     Raises:
         InvalidInput: an argument or a mask that attend() has not.
     """
+    config = getattr(module, "config", None)
     for name, x in given.items():
-        if x is not None and x is not False and name not in WITHOUT_EFFECT and name not in DOCUMENTS:
-            others = "'eager'" if name == "output_attentions" else "'sdpa' or 'eager'"  # sdpa has no weights either
-            raise InvalidInput(f"attn_dispatch has no {name}: use attn_implementation={others} for this model")
+        if x is None or x is False or name in WITHOUT_EFFECT or name in DOCUMENTS:
+            continue
+        # What came from above by **kwargs, and no function of transformers reads, is not about this layer.
+        if name in REFUSED or gives(type(module), name):
+            ways = EAGER if name == "output_attentions" else others(config)  # sdpa has no weights either
+            raise InvalidInput(f"attn_dispatch has no {name}: use attn_implementation={ways} for this model")
     # What PyTorch's attention has not, in some versions of transformers.
     added = (softcap, s_aux, position_bias, *(given.get(name) for name in DOCUMENTS))
     if fallback and isinstance(attention_mask, Tensor) and all(x is None for x in added):
@@ -280,9 +341,12 @@ def attention(
         if attention_mask.refusal is not None:
             raise InvalidInput(attention_mask.refusal)
         sizes, (q_len, k_len) = [x.shape[2] for x in (query, key, value)], attention_mask.shape[2:]
+        if q_len == 1 and isinstance(attention_mask.pattern, Dense):  # one row for all queries, as masks are broadcast
+            attention_mask, q_len = replace(attention_mask, pattern=Dense()), sizes[0]
         if sizes != [q_len, k_len, k_len]:
             what = f"the mask is for {[q_len, k_len]} queries and keys"
-            raise InvalidInput(f"{what}, the layer has {sizes} queries, keys and values")
+            use = f"use attn_implementation={others(config)} for this model"
+            raise InvalidInput(f"{what}, the layer has {sizes} queries, keys and values: {use}")
         stop, pattern = attention_mask.stop, attention_mask.pattern
         key, value = key[:, :, :stop], value[:, :, :stop]
         more["bias"] = None if position_bias is None else position_bias[..., :stop]
@@ -292,6 +356,9 @@ def attention(
     elif attention_mask is None:  # the layer leaves it to is_causal, as for PyTorch's attention
         both_ways = not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         causal, window = not both_ways and query.shape[2] > 1, given.get("sliding_window")
+        if causal and is_causal is None and not unmasked.is_wrapped() and has_eager_alone(type(config)):
+            what = f"{type(module).__name__} is causal and got no mask: then eager, unlike sdpa, shows it all keys"
+            raise InvalidInput(f"{what}; use attn_implementation={EAGER}")
         if both_ways and query.shape[2] < key.shape[2]:
             window = None  # DiffusionGemma's canvas sees all that stands before it in every layer
         # Wrappers of attention functions may drop masks; then the layer's own window still holds.
@@ -300,16 +367,19 @@ def attention(
             raise InvalidInput(f"a layer with a window of {window} tokens got no mask, which would say where it lies")
         more |= {"alignment": "upper_left"} if causal and query.shape[2] != key.shape[2] else {}
         if causal and query.shape[2] == key.shape[2]:
-            pattern = unmasked.pattern_of(module, pattern, getattr(getattr(module, "config", None), NAME, None))
+            pattern = unmasked.pattern_of(module, pattern, getattr(config, NAME, None))
             more["documents"] = unmasked.documents_of(given.get("position_ids"), query.shape[2])
     elif "BlockMask" in vars(sys.modules[type(module).__module__]):
         what = f"{type(module).__name__} makes a mask of its own, and leaves out attn_dispatch's block masks"
-        raise InvalidInput(f"{what}: use attn_implementation='sdpa' or 'eager'")
+        raise InvalidInput(f"{what}: use attn_implementation={others(config)}")
     else:
         if attention_mask.ndim != 4:
             got = list(attention_mask.shape)
             raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {got}")
-        pattern, more = Dense(), more | mask_arguments(attention_mask, key.shape[:1], query, key)
+        try:
+            pattern, more = Dense(), more | mask_arguments(attention_mask, key.shape[:1], query, key)
+        except InvalidInput as error:
+            raise InvalidInput(str(error).replace("attn_mask", "attention_mask")) from None
         if position_bias is not None and more["bias"] is not position_bias:
             more["bias"] = more["bias"] + position_bias
     if more.get("documents") is None:

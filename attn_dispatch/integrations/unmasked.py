@@ -83,6 +83,12 @@ def is_checked_over_ranks(positions: Any, length: int) -> bool:
     return True
 
 
+def is_wrapped() -> bool:
+    """Whether masks are dropped by what makes sequences parallel."""
+    shares: Any = sys.modules.get(SEQUENCE_PARALLEL)
+    return tracing.context_parallel() is not None or getattr(shares, "_SEQUENCE_PARALLEL_GROUP", None) is not None
+
+
 def _is_of_rows(positions: Any, length: int) -> bool:
     return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length > 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -145,13 +146,25 @@ def eager(seen: Tensor, softcap: float | None = None, s_aux: Tensor | None = Non
 
 
 def test_keywords_that_would_be_lost(asked: list[str]) -> None:
-    for name in ("indices", "cache", "sinks", "deterministic", "output_attentions"):
-        others = "'eager' for" if name == "output_attentions" else "'sdpa' or 'eager' for"
-        with pytest.raises(InvalidInput, match=f"attn_dispatch has no {name}: use attn_implementation={others}"):
+    """Those that the functions of transformers read, and those that a layer gives by name; others none would read."""
+    for name in ("cache", "output_attentions"):
+        ways = "'eager' for" if name == "output_attentions" else "'sdpa' or 'eager' for"
+        with pytest.raises(InvalidInput, match=f"attn_dispatch has no {name}: use attn_implementation={ways}"):
             layer(**{name: torch.ones(1)})
     assert not asked
-    layer(output_attentions=False, indices=None, output_router_logits=True, use_cache=True)
+    layer(output_attentions=False, indices=None, output_router_logits=True, use_cache=True, grid_thw=torch.ones(1))
     assert asked == ["Dense(causal)"]
+    module, q, k, v = layer_and_tensors()
+    module.__class__ = Sparse
+    with pytest.raises(InvalidInput, match="attn_dispatch has no indices: use"):
+        integration.attention(module, q, k, v, None, indices=torch.ones(1))
+
+
+class Sparse(torch.nn.Module):
+    """A layer of a model that has no function of PyTorch's: it tells its own which keys are seen."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        return integration.attention(self, q, k, v, None, indices=torch.ones(1), **more)
 
 
 def test_a_layer_that_lost_its_mask(asked: list[str]) -> None:
@@ -173,12 +186,47 @@ def test_masks_of_other_sizes(asked: list[str]) -> None:
     with pytest.raises(InvalidInput, match=r"the layer has \[6, 6, 12\] queries, keys and values"):
         integration.attention(module, q, k, v.repeat(1, 1, 2, 1), keys)
     assert keys[:, :, -0:, :].shape == keys.shape == (1, 1, 6, 6)
-    computing: list[Any] = [lambda: keys[:, 0], lambda: keys[..., :3], lambda: torch.zeros(6) + keys, lambda: ~keys]
-    for compute in computing:
-        with pytest.raises(InvalidInput, match="the model computes with its mask"):
-            compute()
     with pytest.raises(InvalidInput, match="attention_mask must have shape"):
         layer(attention_mask=torch.ones(6, 6, dtype=torch.bool))
+    with pytest.raises(InvalidInput, match=r"attention_mask must be a bool or floating-point tensor, got torch.int64"):
+        layer(attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.int64))
+
+
+def test_models_that_compute_with_their_mask(asked: list[str]) -> None:
+    """They get what they would from sdpa's; what adds a mask to scores expects numbers, which it has not."""
+    padding = torch.tensor([[False, True, True, True, True, True]])
+    keys = masked(integration.masking_utils.causal_mask_function, attention_mask=padding)
+    seen = torch.ones(6, 6).tril().bool()[None, None] & padding[:, None, None]
+    computing: dict[str, Any] = {
+        "type": lambda mask: torch.tensor(mask.dtype == torch.bool),
+        "turned": lambda mask: ~mask,
+        "method": lambda mask: mask.logical_not(),
+        "function": lambda mask: torch.all(~mask, dim=2) | torch.all(mask, dim=2),
+        "argument": lambda mask: torch.zeros(6, 6).masked_fill(mask, 1.0),
+        "part": lambda mask: mask[:, 0, :, 2:],
+        "joined": lambda mask: torch.cat([mask, torch.ones(1, 1, 6, 2, dtype=torch.bool)], dim=-1),
+        "compared": lambda mask: mask == 0,
+        "both": lambda mask: mask & padding | mask,
+        "last": lambda mask: ~mask[:, :, -2:, :],
+        "moved": lambda mask: ~mask.to("cpu"),
+        "cast": lambda mask: mask.to(torch.float32) + mask.to(dtype=torch.float32),
+    }
+    for name, compute in computing.items():
+        assert torch.equal(compute(keys), compute(seen)), name
+    x = torch.zeros(6)
+    for compute in (lambda: x + keys, lambda: keys + 1, lambda: 1 - keys, lambda: x.add(keys)):
+        with pytest.raises(InvalidInput, match=r"the model adds its mask to scores.*: use attn_implementation="):
+            compute()
+
+
+def test_one_row_of_a_mask_for_all_queries(asked: list[str]) -> None:
+    """BridgeTower's cross-attention: a mask of [batch, 1, 1, keys] is broadcast."""
+    padding = torch.tensor([[False, True, True, True, False, True]])
+    keys = integration.mask(
+        1, 1, 6, mask_function=integration.masking_utils.bidirectional_mask_function, attention_mask=padding
+    )
+    expected = integration.sdpa_attention_forward(*layer_and_tensors(), padding[:, None, None])[0]
+    assert_close(layer(attention_mask=keys)[0], expected)
 
 
 def test_a_model_that_leaves_out_block_masks(asked: list[str]) -> None:
@@ -201,30 +249,80 @@ def test_models_without_the_interface(kind: str) -> None:
     config = getattr(transformers, f"{kind}Config")(**WITHOUT_THE_INTERFACE[kind])
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     model = model_class(config)
-    before = config._attn_implementation
-    with pytest.raises(InvalidInput, match=f"{kind}ForCausalLM and {kind}Model would ignore attn_implementation"):
+    before, sdpa = config._attn_implementation, model._supports_sdpa
+    how = "replacing_sdpa" if kind == "Falcon" else "use attn_implementation='sdpa' or 'eager'" if sdpa else "'eager'$"
+    what = rf"^{kind}Model would ignore attn_implementation='attn_dispatch', as {kind}Attention do not ask .*{how}"
+    with pytest.raises(InvalidInput, match=what):
         model.set_attn_implementation("attn_dispatch")
     assert config._attn_implementation == before
     model.set_attn_implementation("eager")
-    config._attn_implementation = "attn_dispatch"
-    with pytest.raises(InvalidInput, match=f"{kind}\\w+ would ignore attn_implementation"):
-        model_class(config)
+    with pytest.raises(InvalidInput, match=what):
+        model_class._from_config(config, attn_implementation="attn_dispatch")
 
 
-def test_a_part_without_the_interface(asked: list[str]) -> None:
-    """The other parts of the model can be named."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-    encoder = transformers.MegatronBertConfig(vocab_size=99, **sizes)
-    with_cross_attention = {"is_decoder": True, "add_cross_attention": True}
-    decoder = transformers.BertConfig(vocab_size=99, **sizes, **with_cross_attention)
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+def two_parts(is_made: bool) -> Any:
+    """An encoder that computes attention itself, and a decoder that asks."""
+    encoder = transformers.MegatronBertConfig(vocab_size=99, **SMALL)
+    decoder = transformers.BertConfig(vocab_size=99, **SMALL, is_decoder=True, add_cross_attention=True)
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    model = transformers.EncoderDecoderModel(config)
-    for request in ("attn_dispatch", {"encoder": "attn_dispatch"}):
-        with pytest.raises(InvalidInput, match=r"^MegatronBertModel would ignore .*\{'text_config': 'attn_dispatch'\}"):
-            model.set_attn_implementation(request)
+    if is_made:
+        return transformers.EncoderDecoderModel._from_config(config, attn_implementation="attn_dispatch")
+    return using(transformers.EncoderDecoderModel(config), "attn_dispatch")
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_part_without_the_interface(is_made: bool, asked: list[str], warnings: Callable[[], list[str]]) -> None:
+    """The others have it, and it is named once; where it alone is asked for, that raises."""
+    model = two_parts(is_made)
+    assert [text for text in warnings() if "MegatronBertSelfAttention in MegatronBertModel go on as they were" in text]
+    assert model.encoder.config._attn_implementation != model.decoder.config._attn_implementation == "attn_dispatch"
+    model(input_ids=tokens(), decoder_input_ids=tokens(), attention_mask=padded("left"))
+    assert asked == ["Dense(causal)", "Dense()"]
+    with pytest.raises(InvalidInput, match=r"^MegatronBertModel would ignore"):
+        model.set_attn_implementation({"encoder": "attn_dispatch"})
+    model.set_attn_implementation({"encoder": "eager", "decoder": "sdpa"})
     model.set_attn_implementation({"decoder": "attn_dispatch"})
+    assert model.decoder.config._attn_implementation == "attn_dispatch"
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_layers_of_a_table_by_name(is_made: bool, asked: list[str]) -> None:
+    """SAM's vision tower chooses a class by the implementation's name; GIT's text has one class alone."""
+    vision = transformers.SamVisionConfig(**SMALL, image_size=16, patch_size=4, output_channels=8, num_pos_feats=8)
+    git = transformers.GitConfig(vision_config={**SMALL, "image_size": 16, "patch_size": 4}, vocab_size=99, **SMALL)
+    with pytest.raises(InvalidInput, match=r"^SamVisionEncoder would ignore .*, as SamVisionSdpaAttention do not ask"):
+        made_by(transformers.SamVisionModel, vision, is_made)
+    model = made_by(transformers.GitForCausalLM, git, is_made)
+    model(input_ids=tokens(), attention_mask=padded("right"), pixel_values=torch.ones(2, 3, 16, 16))
+    assert asked == ["Dense()"]
+
+
+def made_by(model_class: Any, config: Any, is_made: bool) -> Any:
+    if is_made:
+        return model_class._from_config(config, attn_implementation="attn_dispatch")
+    return using(model_class(config), "attn_dispatch")
+
+
+@pytest.mark.parametrize("local", ["local", "transient-global"])
+def test_one_class_that_asks_is_not_all(local: str, asked: list[str]) -> None:
+    """LongT5's encoder computes local attention itself; its decoder asks, in the same file."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 99}
+    config = transformers.LongT5Config(**sizes, encoder_attention_type=local, local_radius=3)
+    for is_made in (False, True):
+        with pytest.raises(InvalidInput, match=r"^LongT5Stack would ignore"):
+            made_by(transformers.LongT5EncoderModel, config, is_made)
+    model = made_by(transformers.LongT5Model, config, False)
     model(input_ids=tokens(), decoder_input_ids=tokens())
     assert asked == ["Dense(causal)", "Dense()"]
+
+
+def test_a_model_without_attention() -> None:
+    """It has nothing to ask for: nothing to refuse."""
+    config = transformers.FlavaImageCodebookConfig(hidden_size=8, vocab_size=9)
+    assert using(transformers.FlavaImageCodebook(config), "attn_dispatch") is not None
 
 
 def test_dilated_attention_with_a_static_cache_in_a_graph() -> None:
