@@ -72,7 +72,7 @@ LINES = {
     "testing": 910,
     "tuning": 3820,
 }
-BESIDE = {"tests": 40_021, "tools": 6602}  #: the same for the folders beside the package
+BESIDE = {"tests": 40_026, "tools": 6602}  #: the same for the folders beside the package
 PACKAGE = 40_692  #: lines of all rooms together; other systems and devices took 1,100
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
