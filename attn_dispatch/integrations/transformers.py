@@ -101,7 +101,7 @@ class Keys(BlockMask):
         """On another device, as accelerate's hooks ask; of another type it is a tensor."""
         kind = device if isinstance(device, torch.dtype) else dtype
         if kind is not None:
-            return self.whole().to(dtype=kind, device=None if kind is device else device)
+            return self.whole().to(dtype=kind, device=None if isinstance(device, torch.dtype) else device)
         given = self.key_mask, self.documents
         masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in given)
         found = replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]

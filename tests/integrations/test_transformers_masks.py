@@ -26,6 +26,7 @@ from tests.support.small_transformers import (
     using,
 )  # fmt: skip
 
+from attn_dispatch.integrations.attention_interface import parts_of  # isort: skip
 from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
 
 pytestmark = pytest.mark.usefixtures("no_trials")
@@ -303,7 +304,9 @@ def test_layers_of_a_table_by_name(is_made: bool, asked: list[str]) -> None:
 def made_by(model_class: Any, config: Any, is_made: bool) -> Any:
     if is_made:
         return model_class._from_config(config, attn_implementation="attn_dispatch")
-    return using(model_class(config), "attn_dispatch")
+    model = model_class(config)
+    model.set_attn_implementation("attn_dispatch")
+    return model
 
 
 @pytest.mark.parametrize("local", ["local", "transient-global"])
@@ -314,6 +317,8 @@ def test_one_class_that_asks_is_not_all(local: str, asked: list[str]) -> None:
     for is_made in (False, True):
         with pytest.raises(InvalidInput, match=r"^LongT5Stack would ignore"):
             made_by(transformers.LongT5EncoderModel, config, is_made)
+    if not any(part.asking for part in parts_of(transformers.LongT5Model(config))):
+        pytest.skip("the decoder does not ask either in this version of transformers")
     model = made_by(transformers.LongT5Model, config, False)
     model(input_ids=tokens(), decoder_input_ids=tokens())
     assert asked == ["Dense(causal)", "Dense()"]
