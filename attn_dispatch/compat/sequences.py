@@ -12,7 +12,7 @@ Borders = list[tuple[int, int]]  #: of each sequence, its first token and the on
 
 
 def borders(name: str, starts: list[int], length: int) -> Borders:
-    """Of sequences that fill `length` tokens. Raises InvalidInput: their starts do not."""
+    """Those of sequences that fill `length` tokens. Raises InvalidInput where these do not."""
     if len(starts) < 2 or (starts[0], starts[-1]) != (0, length) or starts != sorted(starts):
         raise InvalidInput(f"{name} must rise from 0 to {length}, got {starts[:8]}")
     return list(pairwise(starts))
