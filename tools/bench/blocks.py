@@ -103,7 +103,7 @@ def measured(calls: dict[str, Call], qkv: tuple[Tensor, ...], backward: bool, sh
 
 def tables(found: Any) -> Iterator[Table]:
     rows = []
-    shown = [one for one in found["rows"] if one["backward"] or one.get("size", SIZE) == SIZE and one["share"] > 0.05]
+    shown = [one for one in found["rows"] if one["backward"] or (one.get("size", SIZE) == SIZE and one["share"] > 0.05)]
     for one in shown:
         ratios = (interval(one.get(f"{name}_over_blocks")) for name in ("dense", "sdpa", "flex"))
         peak = "-" if one["peak_bytes"] is None else megabytes(one["peak_bytes"])
