@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attn_dispatch import attend
-from attn_dispatch.backends import manual, native
+from attn_dispatch.backends import native
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.dropout import DRAWN, gain, kept, numbers, threshold
-from attn_dispatch.kernels.formula import largest
 from attn_dispatch.kernels.native import run
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing import conformance
 from attn_dispatch.testing.cases import CASES, DATA_CASES, Case
 from attn_dispatch.tuning.example import make
+from tests.support.cases import dropped_otherwise
 from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import thinned
 
@@ -106,15 +106,7 @@ def test_backends_drop_the_same_weights(name: str) -> None:
         problem = problem_of(case)
         if refusals_of(registry.load(name), problem):
             continue
-        found = []
-        for backend in (registry.load(name), manual):
-            example = make(problem)
-            torch.manual_seed(0)
-            out, lse = backend.run(example.q, example.k, example.v, problem, **example.masks)
-            grads = torch.autograd.grad(out, (example.q, example.k, example.v), example.grad)
-            found.append((out, lse, *grads))
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * largest(other.detach()))
+        assert dropped_otherwise(registry.load(name), problem) == []
         computed += 1
     assert computed >= 2
 

@@ -6,6 +6,11 @@ from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
+import torch
+
+from attn_dispatch.backends import manual
+from attn_dispatch.kernels.contract import Backend
+from attn_dispatch.kernels.formula import largest
 from attn_dispatch.spec.pattern import Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
@@ -17,6 +22,20 @@ from attn_dispatch.tuning.oracle import Oracle
 def gate(problem: Problem) -> Oracle:
     """Expected results, worked out once for all backends."""
     return Oracle.of(make(problem))
+
+
+def dropped_otherwise(backend: Backend, problem: Problem) -> list[str]:
+    """The results that are not those of `manual`, of one state of the generators."""
+    found = []
+    for each in (backend, manual):
+        example = make(problem)
+        torch.manual_seed(0)
+        out, lse = each.run(example.q, example.k, example.v, problem, **example.masks)
+        grads = torch.autograd.grad(out, (example.q, example.k, example.v), example.grad)
+        found.append([x.detach().double() for x in (out, lse, *grads)])
+    off = 1e-4 if problem.dtype == torch.float32 else 0.02
+    pairs = zip(("out", "lse", "dq", "dk", "dv"), *found, strict=True)
+    return [name for name, x, y in pairs if not torch.allclose(x, y, rtol=off, atol=off * largest(y))]
 
 
 def factors_of(case: Case) -> dict[str, Hashable]:
