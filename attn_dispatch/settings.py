@@ -77,6 +77,11 @@ def _word(variable: str, words: Sequence[str]) -> str:
     return found
 
 
+def batch_invariant() -> bool:
+    """$ATTN_DISPATCH_BATCH_INVARIANT: whether all calls of this process ask for it: "1", or "0" by default."""
+    return _word("ATTN_DISPATCH_BATCH_INVARIANT", ("0", "1")) == "1"
+
+
 def record_file() -> str | None:
     """$ATTN_DISPATCH_RECORD: the file to which this process writes its problems; None: to none."""
     named = os.environ.get("ATTN_DISPATCH_RECORD")

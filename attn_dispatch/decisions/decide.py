@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from attn_dispatch import process_state, settings
-from attn_dispatch.decisions import look_up, unmeasured
+from attn_dispatch.decisions import invariant, look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation, with_current_candidates
+from attn_dispatch.decisions.invariant import invariant_decision
 from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.decisions.trial_limits import (
     RateLimit,
@@ -80,6 +81,8 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
 
 
 def _explained(problem: Problem, backend: str | None, order: str | None) -> Explanation:
+    if problem.batch_invariant:
+        return Explanation.of(invariant.explained(problem, backend, order))
     request = Request.of(problem)
     decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
@@ -109,6 +112,8 @@ def decision_for(problem: Problem) -> Decision:
     Raises:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can run the problem.
     """
+    if problem.batch_invariant:
+        return counted(invariant_decision(problem))
     if (other := measured_for(problem)) != problem:
         try:
             shared = decision_for(other)
@@ -133,6 +138,8 @@ def without_trial(problem: Problem) -> Decision | None:
 
     The stored one is remembered. One of another machine is checked first, in the mode `tune`.
     """
+    if problem.batch_invariant:
+        return invariant_decision(problem)
     request = Request.of(measured_for(problem))
     key = request.silicon, request.problem, None, None
     decision = _decided.get(key) or _DeviceSteps(request, unhurried=True).stored()
@@ -189,6 +196,8 @@ def decision_while_traced(problem: Problem) -> Decision:
     Raises:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can be traced on this problem.
     """
+    if problem.batch_invariant:
+        raise NoBackend(f"while it is traced or transformed, nothing computes a batch-invariant call: {problem}")
     with without_modes():  # tables that backends cache must hold plain tensors
         request, setting = Request.of(problem), mode()
         steps = _DeviceSteps(request)
@@ -433,6 +442,8 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
         InvalidInput: there is no such backend or order. NoBackend: no candidate can run the problem.
         BackendFailed: the backend raised when asked whether it can.
     """
+    if problem.batch_invariant:
+        return counted(invariant_decision(problem, backend, order))
     unmeasured.check_names(backend, order)
     request = Request.of(problem)
     key = request.silicon, problem, backend, order

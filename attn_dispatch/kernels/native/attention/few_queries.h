@@ -17,7 +17,7 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     const int groups;
 
     static bool fits(const Args& a, const Scratch& s) {
-        return s.lanes <= 2 * GROUP && a.head_dim % ((PAIRS ? 2 : 1) * W) == 0 && !a.order;
+        return s.lanes <= 2 * GROUP && a.head_dim % ((PAIRS ? 2 : 1) * W) == 0 && !a.order && !a.invariant;
     }
     Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP) {
         std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes

@@ -109,8 +109,10 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
     const void* lanes;
     float* scores;
     mutable Ahead ahead = {};
+    bool invariant = false; // whether the number of lanes changes no order of sums
     static constexpr int TALL = TALL_ROWS;
     static constexpr bool ALL_TALL = true; // the last rows too: equal keys get equal scores, added in one order
+    bool is_tall(int vectors) const { return vectors == 1 && !invariant; }
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N] = {};
@@ -168,6 +170,7 @@ template <class Op, class Ahead = NoFetch> struct Mix {
     mutable Ahead ahead = {};
     static constexpr int TALL = TALL_SUMS;
     static constexpr bool ALL_TALL = false;
+    static bool is_tall(int vectors) { return vectors == 1; }
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
@@ -220,6 +223,7 @@ template <class Op, bool LISTED = false> struct Spread {
     i64 width;
     static constexpr int TALL = 0;
     static constexpr bool ALL_TALL = false;
+    static bool is_tall(int vectors) { return vectors == 1; }
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
@@ -253,9 +257,9 @@ template <int M, class P> inline void row_of_tiles(const P& product, int i, int 
 template <class P> void multiply(const P& product, int count, int from, int to) {
     int i = 0;
     if constexpr (P::TALL > 0)
-        for (; to - from == 1 && i + P::TALL <= count; i += P::TALL) product.template tall<P::TALL>(i, from);
+        for (; product.is_tall(to - from) && i + P::TALL <= count; i += P::TALL) product.template tall<P::TALL>(i, from);
     if constexpr (P::ALL_TALL)
-        if (to - from == 1) {
+        if (product.is_tall(to - from)) {
             if (count - i >= 4) { product.template tall<4>(i, from); i += 4; }
             if (count - i >= 2) { product.template tall<2>(i, from); i += 2; }
             if (i < count) product.template tall<1>(i++, from);
@@ -268,10 +272,11 @@ template <class P> void multiply(const P& product, int count, int from, int to) 
 
 // Scores of keys; `next` are their values, which are read after them.
 template <class Op>
-void dot(Rows rows, Rows next, int listed, int depth, int pitch, const void* lanes, float* scores, int keys, int from, int to) {
-    if (!rows.at) return multiply(Dot<Op>{rows, depth, pitch, lanes, scores}, keys, from, to);
+void dot(Rows rows, Rows next, int listed, int depth, int pitch, const void* lanes, float* scores, int keys, int from, int to,
+         bool invariant) {
+    if (!rows.at) return multiply(Dot<Op>{rows, depth, pitch, lanes, scores, {}, invariant}, keys, from, to);
     FetchListed ahead{rows, next, listed, (depth * 4 + CACHE_LINE - 1) / CACHE_LINE};
-    multiply(Dot<Op, FetchListed, true>{rows, depth, pitch, lanes, scores, ahead}, keys, from, to);
+    multiply(Dot<Op, FetchListed, true>{rows, depth, pitch, lanes, scores, ahead, invariant}, keys, from, to);
 }
 
 template <class Op>

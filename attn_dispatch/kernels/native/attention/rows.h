@@ -17,12 +17,13 @@ struct Scratch {
     i64 at[T];   // positions of the queries; unused lanes repeat the last query, and their results are dropped
     i64 head[T]; // heads, counted from the tile's first
     bool dead[T]; // unused lanes, and queries without keys
+    float* kept = nullptr; // of each head, the softmax over the chunks before: peaks, totals and sums
     int width; // of a padded row
     int pitch = T; // lanes from one row of lanes to the next
     int lanes = 0; // that are used
     Amx amx;
 
-    Scratch(int depth, int heads) : width((depth + W - 1) / W * W) {
+    Scratch(int depth, int heads, bool keeps = false) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
         i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes};
         float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows};
@@ -30,7 +31,8 @@ struct Scratch {
         for (i64 size : sizes) all += size;
         memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
         if (heads > 1) own = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * own_size(depth));
-        if (!memory || (heads > 1 && !own)) {
+        if (keeps) kept = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * kept_size(depth, heads));
+        if (!memory || (heads > 1 && !own) || (keeps && !kept)) {
             std::free(memory);
             memory = nullptr;
             return;
@@ -50,12 +52,18 @@ struct Scratch {
         }
     }
     i64 row(const View& x, int i) const { return at[i] * x.row + head[i] * x.head; }
-    static i64 own_size(int depth) { return 2 * FEW * (depth + 1); }
+    static i64 own_size(int depth) { return 2 * FEW * ((depth + FEW - 1) / FEW * FEW + 1); } // tile registers add whole ones
+    static i64 kept_size(int depth, int heads) { return 2 * T + depth * (heads > 1 ? FEW : T); }
     void select(int head, int depth) {
         q = own + head * own_size(depth);
         sums = q + FEW * depth;
-        peak = sums + FEW * depth;
+        peak = own + (head + 1) * own_size(depth) - 2 * FEW;
         total = peak + FEW;
+    }
+    void clear(int depth) {
+        std::fill_n(peak, pitch, NONE);
+        std::fill_n(total, pitch, 0.0f);
+        std::memset(sums, 0, sizeof(float) * depth * pitch);
     }
     void select_shared() {
         q = shared_q;
@@ -66,6 +74,7 @@ struct Scratch {
     ~Scratch() {
         std::free(memory);
         std::free(own);
+        std::free(kept);
     }
 };
 
