@@ -91,8 +91,8 @@ struct PairedBack {
         // Hidden keys may hold NaN: their scores are overwritten.
         Rows kr = own_rows(a.k, k, block), vr = own_rows(a.v, v, block);
         if (Amx::fits(depth, T)) {
-            s.amx.dot(kr, depth / 2, T, s.q, s.scores, block.keys, block.from, block.to);
-            return s.amx.dot(vr, depth / 2, T, s.grad, s.other, block.keys, block.from, block.to);
+            s.amx.dot(kr, depth / 2, T, s.q, s.scores, block.keys, block.from, block.to, nullptr);
+            return s.amx.dot(vr, depth / 2, T, s.grad, s.other, block.keys, block.from, block.to, nullptr);
         }
         dots<Bf16, Pair>(a, block, k, v, kr, vr, depth / 2, s);
     }
@@ -124,7 +124,7 @@ struct PairedBack {
     void add(const Block& block, int count, Rows dk, Rows dv) {
         int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2, done = 0;
         if (Amx::fits(depth, T)) {
-            s.amx.mix(a.k, k, block, depth, s.keys, T, s.values, s.sums);
+            s.amx.mix(a.k, k, block, depth, s.keys, T, s.values, s.sums, nullptr);
             done = s.amx.spread(dk, s.other, block, s.q_rows, s.width);
             s.amx.spread(dv, s.scores, block, s.grad_rows, s.width);
         } else {

@@ -16,11 +16,20 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     using KeyHead<E>::a, KeyHead<E>::s, KeyHead<E>::k, KeyHead<E>::v, KeyHead<E>::depth, KeyHead<E>::unit;
     const int groups;
 
+    // Whether what is added here, and in which order, is what key_head.h adds.
+    static bool has_order(const Args& a) {
+#if defined(__AVX512F__)
+        const bool paired = HAS_ROW_PAIRS && std::is_same_v<E, Bf16> && a.head_dim % 2 == 0;
+        return paired == PAIRS && !(paired && Amx::fits((int)a.head_dim, T));
+#else
+        return false;
+#endif
+    }
     static bool fits(const Args& a, const Scratch& s) {
-        return s.lanes <= 2 * GROUP && a.head_dim % ((PAIRS ? 2 : 1) * W) == 0 && !a.order && !a.invariant;
+        return s.lanes <= 2 * GROUP && a.head_dim % ((PAIRS ? 2 : 1) * W) == 0 && !a.order && (!a.invariant || has_order(a));
     }
     Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP) {
-        std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
+        if (!a.invariant) std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
     }
     void begin(i64 b, i64 h) {
         const E* q = head_of<E>(a.q, b, h);
@@ -79,8 +88,39 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
             if (keys == GROUP) dot<GROUP>(rows, t, lane, next);
             else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane, next);
     }
+#if defined(__AVX512F__)
+    // Scores of the keys of a block for N lanes, with keys along the lanes of a vector: d is added in the order of Dot.
+    template <int N> void in_order(const Block& block, i64 next) const {
+        constexpr int EACH = PAIRS ? 2 : 1;
+        for (int t = 0; t < block.keys; t += W) {
+            const E* rows[W];
+            vec sum[N] = {};
+            for (int i = 0; i < W; i++) rows[i] = row(a.k, k, block, std::min(t + i, block.keys - 1));
+            for (int d = 0; d < depth; d += W * EACH) {
+                vec square[W];
+                UNROLL for (int i = 0; i < W; i++) {
+                    fetch((const char*)(rows[i] + d) + next);
+                    if constexpr (PAIRS) square[i] = load(rows[i] + d);
+                    else square[i] = wide(rows[i] + d);
+                }
+                transpose(square);
+                UNROLL for (int i = 0; i < W; i++)
+                    UNROLL for (int n = 0; n < N; n++)
+                        sum[n] = Product::add(sum[n], Product::spread(s.q + (n * depth + d) / EACH + i), square[i]);
+            }
+            for (int i = 0; i < std::min(W, block.keys - t); i++) {
+                float* to = s.scores + (t + i) * s.pitch;
+                store(to, vec{}); // unused lanes
+                for (int n = 0; n < N; n++) to[n] = sum[n][i];
+            }
+        }
+    }
+#endif
     void score(const Block& block) const {
         const i64 next = ahead(a.k, block);
+#if defined(__AVX512F__)
+        if (a.invariant) return s.lanes == 1 ? in_order<1>(block, next) : s.lanes <= GROUP ? in_order<GROUP>(block, next) : in_order<2 * GROUP>(block, next);
+#endif
         for (int t = 0; t < block.keys; t += GROUP) {
             int keys = std::min(GROUP, block.keys - t);
             const E* rows[GROUP];
@@ -175,9 +215,9 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     }
 };
 // Of each element type: bfloat16 in pairs where the processor has them and rows are whole vectors of pairs.
-template <class E> bool is_rowwise(const Args& a, const Scratch& s) { return Rowwise<E>::fits(a, s); }
 template <class E> bool is_rowwise_pairs(const Args& a, const Scratch& s) {
     return HAS_ROW_PAIRS && std::is_same_v<E, Bf16> && Rowwise<E, true>::fits(a, s);
 }
+template <class E> bool is_rowwise(const Args& a, const Scratch& s) { return Rowwise<E>::fits(a, s) || is_rowwise_pairs<E>(a, s); }
 
 } // namespace

@@ -85,20 +85,33 @@ void forward_turns(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, flo
         if (chunk) kept(i).add(s, s.pitch, depth, is_rowwise<E>(a, s), products.unit);
         else kept(i).copy(s, s.pitch, depth);
     };
+    // A few queries read a block in small parts: all heads score one, as they lie side by side, before the next one begins.
+    const bool few = a.invariant && s.pitch <= FEW;
+    auto in_turns = [&](const Block& block, const auto& visit) {
+        for (int from = 0; from < block.keys; from += FEW_KEYS)
+            for (int i = 0; i < heads; i++) {
+                select(i);
+                s.select_scores(i, depth, heads, from);
+                visit(block.part(from));
+            }
+    };
     each_block(a, tile, b, s.pitch, split, a.splits, [&](const Block& block) {
-        const bool ends = !state && block.chunk != chunk;
+        const bool ends = !state && block.chunk != chunk, in_parts = few && !block.positions;
+        if (in_parts) in_turns(block, [&](const Block& part) { products.score(part); });
         for (int i = 0; i < heads; i++) {
             select(i);
             if (ends) {
                 keep(i);
                 s.clear(depth);
             }
-            products.score(block);
+            if (in_parts) s.select_scores(i, depth, heads, 0);
+            else products.score(block);
             change_scores(a, s, block, b, h + i * a.packed_heads, products.unit);
             block.hide(s.scores);
             weigh<typename Products::Weights>(block, products.unit, depth, s);
-            products.mix(block);
+            if (!in_parts) products.mix(block);
         }
+        if (in_parts) in_turns(block, [&](const Block& part) { products.mix(part); });
         if (!state) chunk = block.chunk;
     });
     for (int i = 0; i < heads; i++) {

@@ -23,7 +23,7 @@ template <class E> struct KeyHead {
         return s.pitch > FEW ? ::is_ahead<E>(a, block) : !block.positions;
     }
     Fetch next_rows(const View& x, const E* head, const Block& block) const {
-        return rows_after(block, own_rows(x, head, block), depth * sizeof(E), a.block_keys(s.pitch));
+        return rows_after(block, own_rows(x, head, block), depth * sizeof(E), s.pitch > FEW ? KEYS : FEW_KEYS);
     }
     template <class Op> void dot(const Block& block, Rows rows, int steps) const {
         if (!is_ahead(block))
@@ -63,10 +63,14 @@ struct Paired : KeyHead<Bf16> {
     void score(const Block& block) {
         Rows rows = own_rows(a.k, k, block);
         if (!uses_amx()) return dot<Pair>(block, rows, depth / 2);
-        s.amx.dot(rows, depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to);
+        Fetch next = next_rows(a.k, k, block);
+        s.amx.dot(rows, depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to, s.pitch > FEW ? nullptr : &next);
     }
     void mix(const Block& block) {
-        if (uses_amx()) return s.amx.mix(a.v, v, block, depth, s.values, s.pitch, s.other, s.sums);
+        if (uses_amx()) {
+            Fetch next = next_rows(a.v, v, block);
+            return s.amx.mix(a.v, v, block, depth, s.values, s.pitch, s.other, s.sums, s.pitch > FEW ? nullptr : &next);
+        }
         key_pairs(a.v, v, block, depth, (u32*)s.values);
         add<Pair>(block, {(const char*)s.values, 4 * depth}, (block.keys + 1) / 2, s.other);
     }

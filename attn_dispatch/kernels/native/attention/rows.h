@@ -18,6 +18,7 @@ struct Scratch {
     i64 head[T]; // heads, counted from the tile's first
     bool dead[T]; // unused lanes, and queries without keys
     float* kept = nullptr; // of each head, the softmax over the chunks before: peaks, totals and sums
+    float* shared_scores, *shared_other; // of one head
     int width; // of a padded row
     int pitch = T; // lanes from one row of lanes to the next
     int lanes = 0; // that are used
@@ -41,6 +42,8 @@ struct Scratch {
         for (int i = 0; i < 9; i++) { *parts[i] = next; next += sizes[i]; }
         shared_q = q;
         shared_sums = sums;
+        shared_scores = scores;
+        shared_other = other;
     }
     Scratch(const Scratch&) = delete;
     void place(const Args& a, const Tile& tile, i64 packed_heads) {
@@ -53,12 +56,19 @@ struct Scratch {
     }
     i64 row(const View& x, int i) const { return at[i] * x.row + head[i] * x.head; }
     static i64 own_size(int depth) { return 2 * FEW * ((depth + FEW - 1) / FEW * FEW + 1); } // tile registers add whole ones
-    static i64 kept_size(int depth, int heads) { return 2 * T + depth * (heads > 1 ? FEW : T); }
+    static constexpr i64 FEW_SCORES = (KEYS + FEW) * FEW; // of a head that reads blocks in turns; tile registers write whole ones
+    static i64 kept_size(int depth, int heads) { return 2 * T + (heads > 1 ? depth * FEW + 2 * FEW_SCORES : depth * T); }
     void select(int head, int depth) {
         q = own + head * own_size(depth);
         sums = q + FEW * depth;
         peak = own + (head + 1) * own_size(depth) - 2 * FEW;
         total = peak + FEW;
+    }
+    // The scores and weights of a head, of keys from one of a block on.
+    void select_scores(int head, int depth, int heads, int from) {
+        float* some = heads > 1 ? kept + (head + 1) * kept_size(depth, heads) - 2 * FEW_SCORES : nullptr;
+        scores = (some ? some : shared_scores) + from * pitch;
+        other = (some ? some + FEW_SCORES : shared_other) + from / 2 * pitch;
     }
     void clear(int depth) {
         std::fill_n(peak, pitch, NONE);
@@ -70,6 +80,8 @@ struct Scratch {
         sums = shared_sums;
         peak = peaks;
         total = totals;
+        scores = shared_scores;
+        other = shared_other;
     }
     ~Scratch() {
         std::free(memory);

@@ -52,7 +52,6 @@ struct Args {
     i64 keys_of(i64 b) const { return seq_lens ? seq_lens[b] : k_len; }
     i64 queries_of(i64 b) const { return seq_lens ? seq_lens[b] : q_len; }
     const u8* seen_in(i64 b) const { return seen ? seen + b * k_len : nullptr; }
-    int block_keys(int pitch) const { return invariant || pitch > FEW ? KEYS : FEW_KEYS; }
     i64 lse_row(i64 b, i64 h) const { return (b * heads + h) * q_len; }
     i64 query(const Tile& tile, i64 i) const { return tile.step ? tile.query + i * tile.step : order[tile.query + i]; }
 };
@@ -111,7 +110,7 @@ struct Block {
     Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 end, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(nullptr), lanes(nullptr),
           run_lanes(a.run_lanes ? a.run_lanes[&run - a.runs] : ~(u64)0), packed_heads(a.packed_heads),
-          keys((int)(a.invariant ? end - t : std::min<i64>({span.block(t), end - t, a.block_keys(pitch)}))), from(0),
+          keys((int)(a.invariant ? end - t : std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS}))), from(0),
           to((int)(tile.count * packed_heads + W - 1) / W), pitch(pitch), partial(span.partial(t, keys)), hidden(false) {
         full_first = span.full_first, full_last = span.full_last;
         find_hidden();
@@ -128,6 +127,13 @@ struct Block {
         const Run& last = a.runs[tile.run + tile.runs - 1];
         listed = (int)(last.key + last.count - run.key - t);
         find_hidden();
+    }
+    // Some of its keys, of one that is not listed.
+    Block part(int from) const {
+        Block some = *this;
+        some.t += from;
+        some.keys = std::min(keys - from, FEW_KEYS);
+        return some;
     }
     i64 key(int i) const { return positions ? positions[i] : run.key + (t + i) * run.step; }
 
