@@ -51,12 +51,6 @@ class Amx {
         width = pairs;
         TileSizes(pairs).load();
     }
-    // Pairs in a row of A: as many as fit and divide the pairs of a head's row; 0 if those are too few to be worth it.
-    static int divisor(int pairs) {
-        for (int size = SIDE; size >= SIDE / 2; size--)
-            if (pairs % size == 0) return size;
-        return 0;
-    }
 
     // c[i][n] = or += the sum over l of a[i][l] * b[l][n], for M x N tile registers; strides in bytes, `steps` of `width` pairs
     template <int M, int N, bool ADD>
@@ -116,6 +110,13 @@ public:
     Amx() = default;
     Amx(const Amx&) = delete;
     ~Amx() { if (width) _tile_release(); }
+
+    // Pairs in a row of A: as many as fit and divide the pairs of a head's row; 0 if those are too few to be worth it.
+    static int divisor(int pairs) {
+        for (int size = SIDE; size >= SIDE / 2; size--)
+            if (pairs % size == 0) return size;
+        return 0;
+    }
 
     static bool fits(int depth, int pitch) {
         return has_amx && pitch > FEW && depth <= DEEPEST && divisor(depth / 2) > 0;
@@ -190,6 +191,7 @@ private:
 #else
 struct Amx {
     static bool fits(int, int) { return false; }
+    static int divisor(int) { return 1; }
     template <class... X> void dot(const X&...) const {}
     template <class... X> void mix(const X&...) const {}
     template <class... X> int spread(const X&...) const { return 0; }

@@ -112,7 +112,6 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
     bool invariant = false; // whether the number of lanes changes no order of sums
     static constexpr int TALL = TALL_ROWS;
     static constexpr bool ALL_TALL = true; // the last rows too: equal keys get equal scores, added in one order
-    bool is_tall(int vectors) const { return vectors == 1 && !invariant; }
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N] = {};
@@ -134,10 +133,14 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * pitch + (n0 + n) * W, sum[i][n]);
     }
-    // Up to TALL rows for one vector of lanes; even and odd entries have sums of their own. More rows that lie a power of two
-    // apart would share one set of the L1 cache.
+    // Up to TALL rows for one vector of lanes; even and odd entries have sums of their own, unless `invariant`. More rows that
+    // lie a power of two apart would share one set of the L1 cache.
     template <int M> void tall(int i0, int n0) const {
-        constexpr int EACH = 2, NEAR = LISTED ? 1 : 3; // an address has a register and up to twice another one
+        if (invariant) tall_sums<M, 1>(i0, n0);
+        else tall_sums<M, 2>(i0, n0);
+    }
+    template <int M, int EACH> void tall_sums(int i0, int n0) const {
+        constexpr int NEAR = LISTED ? 1 : 3; // an address has a register and up to twice another one
         vec sum[EACH][M] = {};
         const i64 step = rows.stride, size = pitch;
         const char* row[(M + NEAR - 1) / NEAR];
@@ -157,7 +160,7 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
             UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] += EACH * 4;
         }
         ahead = next;
-        UNROLL for (int i = 0; i < M; i++) store(scores + (i0 + i) * size + n0 * W, sum[0][i] + sum[1][i]);
+        UNROLL for (int i = 0; i < M; i++) store(scores + (i0 + i) * size + n0 * W, EACH > 1 ? sum[0][i] + sum[EACH - 1][i] : sum[0][i]);
     }
 };
 
@@ -170,7 +173,6 @@ template <class Op, class Ahead = NoFetch> struct Mix {
     mutable Ahead ahead = {};
     static constexpr int TALL = TALL_SUMS;
     static constexpr bool ALL_TALL = false;
-    static bool is_tall(int vectors) { return vectors == 1; }
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
@@ -223,7 +225,6 @@ template <class Op, bool LISTED = false> struct Spread {
     i64 width;
     static constexpr int TALL = 0;
     static constexpr bool ALL_TALL = false;
-    static bool is_tall(int vectors) { return vectors == 1; }
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
@@ -257,9 +258,9 @@ template <int M, class P> inline void row_of_tiles(const P& product, int i, int 
 template <class P> void multiply(const P& product, int count, int from, int to) {
     int i = 0;
     if constexpr (P::TALL > 0)
-        for (; product.is_tall(to - from) && i + P::TALL <= count; i += P::TALL) product.template tall<P::TALL>(i, from);
+        for (; to - from == 1 && i + P::TALL <= count; i += P::TALL) product.template tall<P::TALL>(i, from);
     if constexpr (P::ALL_TALL)
-        if (product.is_tall(to - from)) {
+        if (to - from == 1) {
             if (count - i >= 4) { product.template tall<4>(i, from); i += 4; }
             if (count - i >= 2) { product.template tall<2>(i, from); i += 2; }
             if (i < count) product.template tall<1>(i++, from);
