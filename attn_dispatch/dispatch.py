@@ -24,9 +24,9 @@ from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
 from attn_dispatch.private import deterministic_or_warning, forward_ad, mode_count, only_warning
+from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.data import DataPattern
-from attn_dispatch.spec.invariance import asked as asks_invariance
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call
 from attn_dispatch.spec.torch_settings import current_flash, matmul_precision

@@ -19,8 +19,8 @@ from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import NO_TANGENTS
+from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec import tracing
-from attn_dispatch.spec.invariance import asked as asks_invariance
 from attn_dispatch.spec.problem import Call, Problem, dropout
 
 

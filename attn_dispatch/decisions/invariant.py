@@ -1,62 +1,52 @@
-"""Decisions for calls that ask for batch invariance: one backend for all calls of a family, which the gate has checked.
+"""Decisions for calls that ask for batch invariance: one backend for all calls of a family, checked by the gate.
 
-Nothing is measured, and nothing else of a call is asked: calls that differ in batch, lengths or masks could be given
-backends, or orders, whose bits differ.
+Nothing is measured: calls that differ in batch, lengths or masks could be given backends, or orders, whose bits differ.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from attn_dispatch import process_state
 from attn_dispatch.decisions import unmeasured
-from attn_dispatch.decisions.trial_limits import cannot_measure, isolated
-from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Backend
-from attn_dispatch.settings import mode
-from attn_dispatch.spec.orders import NATURAL, check
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.store.decision import CandidateId, Decision, Row
-from attn_dispatch.text import one_line
 from attn_dispatch.tuning.candidates import Candidate, Request, ruled_out, version_of
+from attn_dispatch.tuning.invariance import family_of
 
+WhyNot = Callable[[Request, Candidate], str]
 _Key = tuple[Problem, str | None]
-_decided: dict[_Key, tuple[CandidateId | None, tuple[Row, ...]]] = {}  # by family and forced backend, whatever the number of threads
+#: By family and forced backend, whatever the number of threads.
+_decided: dict[_Key, tuple[CandidateId | None, tuple[Row, ...]]] = {}
 _deciding = threading.RLock()
 process_state.register(process_state.DECISIONS, _decided.clear)
 
 
-def invariant_decision(problem: Problem, backend: str | None = None, order: str | None = None) -> Decision:
-    """The decision for a problem that asks for batch invariance, forced or not; its first one runs the check.
+def invariant_decision(
+    problem: Problem, backend: str | None, order: str | None, why_not: WhyNot | None = None
+) -> Decision:
+    """The decision for a problem that asks for batch invariance; without a choice where no backend passes, or where
+    the one that does cannot run this problem.
 
-    Raises:
-        InvalidInput: there is no such backend or order. NoBackend: no backend passes, or the one that does cannot run
-        this problem.
+    Args:
+        why_not: why the gate does not admit a candidate. None: one that is still to be checked is taken.
     """
-    decision = explained(problem, backend, order, run=True)
-    if not decision.choice:
-        raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates, backend, order))
-    return decision
-
-
-def explained(problem: Problem, backend: str | None, order: str | None, *, run: bool = False) -> Decision:
-    """The same, without a choice where there is none. Without `run`, a backend that is still to be checked is taken."""
     unmeasured.check_names(backend, order)
-    from attn_dispatch.tuning.invariance import family_of  # loaded only when something is checked
-
     request, family = Request.of(problem), family_of(problem)
     if family is None or order not in (None, NATURAL):
         what = f"in {order} order" if family is not None else f"for {_uncovered(problem)}"
         return _made(request, None, [_refused(each, f"is not checked {what}") for each in _asked(backend)])
-    key = family, backend
-    found = _decided.get(key)
+    found = _decided.get((family, backend))
     if found is None:
         with _deciding:
-            found = _decided.get(key) or _of_family(Request(family, request.silicon), backend, run)
-            if run and not cannot_measure(problem.device):
-                _decided[key] = found
+            of_family = Request(family, request.silicon)
+            found = _decided.get((family, backend)) or _of_family(of_family, backend, why_not)
+            if why_not is not None and found[0] is not None:
+                _decided[family, backend] = found
     chosen, rows = found
     if chosen is not None and not unmeasured.can_run(problem, chosen):
         return _made(request, None, [_cannot(request, chosen, row) for row in rows])
@@ -86,40 +76,24 @@ def _refused(backend: Backend, why: str) -> Row:
     return row
 
 
-def _of_family(request: Request, forced: str | None, run: bool) -> tuple[CandidateId | None, tuple[Row, ...]]:
+def _of_family(
+    request: Request, forced: str | None, why_not: WhyNot | None
+) -> tuple[CandidateId | None, tuple[Row, ...]]:
     """The first backend that passes, if one does, and a row for each."""
     chosen, rows = None, list[Row]()
     for backend in _asked(forced):
-        plain = Candidate(backend, NATURAL, version_of(backend))
+        candidate = next(iter(request.candidates_of(backend, None)))
         if chosen is not None:
-            rows.append(unmeasured.unmeasured_row(plain, "not_measured", f"{chosen[0]} computes all such calls"))
-        elif why := _why_not(request, backend, run):
+            text = f"{chosen[0]} computes all such calls"
+            rows.append(unmeasured.unmeasured_row(candidate, "not_measured", text))
+        elif candidate.row is not None:
+            rows.append(candidate.row)
+        elif why_not is not None and (why := why_not(request, candidate)):
             rows.append(_refused(backend, why))
         else:
-            chosen = plain.id
-            rows.append(unmeasured.unmeasured_row(plain, "chosen"))
+            chosen = candidate.id
+            rows.append(unmeasured.unmeasured_row(candidate, "chosen"))
     return chosen, tuple(rows)
-
-
-def _why_not(request: Request, backend: Backend, run: bool) -> str:
-    """Why a backend is not admitted to a family, which the request is for; empty where it is."""
-    candidate = next(iter(request.candidates_of(backend, None)))
-    if candidate.row is not None:
-        return candidate.row.reason
-    from attn_dispatch.tuning import gate, invariance
-
-    checks = gate.Gate(request.problem, request.address)
-    if not run or checks.is_invariant(candidate):
-        return ""
-    if cannot_measure(request.problem.device):
-        return "is not checked yet, and cannot be while a call is traced, captured or transformed"
-    with isolated(request.problem.device):
-        if mode() != "off":  # else no file is read or written
-            return checks.why_variant(candidate)
-        try:
-            return invariance.difference(backend, request.problem)
-        except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
-            return one_line(error)
 
 
 def _cannot(request: Request, chosen: CandidateId, row: Row) -> Row:

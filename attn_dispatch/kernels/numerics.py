@@ -12,8 +12,8 @@ from torch.nn.functional import softplus
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.private import has_amx
+from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec.checks import choice
-from attn_dispatch.spec.invariance import asked as asks_invariance
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES, LAYOUTS, check_tensor

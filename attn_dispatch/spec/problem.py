@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec.checks import boolean, choice, integer, number
 from attn_dispatch.spec.data import Blocks, BlocksForm, DataPattern, Form, Ranges, RangesForm
 from attn_dispatch.spec.groups import SCORE_TERMS, key_of
-from attn_dispatch.spec.invariance import asked as asked_invariance
 from attn_dispatch.spec.orders import Reordered
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.tensors import (
@@ -126,7 +126,7 @@ class Problem:
     are those of the whole sequence. `softcap` is 0 for none; `bias` is (1 or batch, 1 or heads), the sizes of the
     bias's first axes, and () for none; `alibi_axes` is 1 for slopes [heads], 2 for [batch, heads], 0 for none.
     `flash_kernel` is what takes the place of PyTorch's flash kernel on CUDA, "" for nothing (`torch_settings`).
-    `batch_invariant`: the bits of a row depend on nothing else that is computed (`spec.invariance`).
+    `batch_invariant`: the bits of a row depend on nothing else that is computed (`settings.batch_invariant`).
     `is_document`: the rows are documents of packed rows; decisions are of classes of these (`shapes.measured_for`).
     """
 
@@ -224,7 +224,7 @@ class Problem:
         strides = {name: stride_class(tuple(x.shape), x.stride(), dtype.itemsize) for name, x in tensors.items()}
         sizes = batch, q_len, k_len, heads, kv_heads, head_dim
         # Without its sinks a window is one run of keys, which are added in another order.
-        whole = asked_invariance() and getattr(chosen, "sinks", 0) > 0
+        whole = asks_invariance() and getattr(chosen, "sinks", 0) > 0
         simplest = chosen if whole else chosen.simplify(max(1, q_len), max(1, k_len), heads)
         return cls(
             simplest,
@@ -247,7 +247,7 @@ class Problem:
             bias_needs_grad=bias is not None and torch.is_grad_enabled() and bias.requires_grad,
             alibi_axes=0 if slopes is None else slopes.ndim,
             flash_kernel=(current_flash() or "") if where.type == "cuda" and dtype.itemsize == 2 else "",
-            batch_invariant=asked_invariance(),
+            batch_invariant=asks_invariance(),
         )
 
     @property

@@ -32,7 +32,7 @@ from attn_dispatch.store.address import Address
 from attn_dispatch.store.files import digest
 from attn_dispatch.store.quarantine import Kind, crash_marker
 from attn_dispatch.text import one_line
-from attn_dispatch.tuning import guard, invariance
+from attn_dispatch.tuning import guard
 from attn_dispatch.tuning.candidates import Candidate, ending_on_lost_device, first_call_ms, quarantine, work
 from attn_dispatch.tuning.choice import Admitted, Rejected
 from attn_dispatch.tuning.example import Example, make
@@ -216,21 +216,22 @@ class Gate:
             passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
         return None
 
-    def is_invariant(self, candidate: Candidate) -> bool:
-        """Whether this version was found batch-invariant on this machine, for the family that the problem stands for."""
-        return passed.has_passed(cache_folder(), self.address.silicon, self._invariance_of(candidate))
-
-    def why_variant(self, candidate: Candidate) -> str:
-        """Why it is not admitted as batch-invariant; empty if it is, which is remembered. Raises as `admit`."""
-        limit_s = self._limit_s(candidate, self.problem)
-        check = partial(invariance.difference, candidate.backend, self.problem)
-        found = self.prepare(candidate) or self._tried(candidate, lambda: self._guarded([check], limit_s)[0])
+    def why_not(self, candidate: Candidate, check: Callable[[Backend, Problem], str]) -> str:
+        """Why a check of the problem rejects a candidate; empty where this version passes, now or before on this
+        machine. Raises as `admit`.
+        """
+        name = digest(_PASSED_FORMAT, check.__name__, *candidate.id, candidate.version, repr(self.problem))
+        if passed.has_passed(cache_folder(), self.address.silicon, name):
+            return ""
+        run, limit_s = partial(check, candidate.backend, self.problem), self._limit_s(candidate, self.problem)
+        if (rejected := self.prepare(candidate)) is not None:
+            return rejected.reason
+        found = self._tried(candidate, lambda: self._guarded([run], limit_s)[0])
+        if isinstance(found, Rejected):
+            return found.reason
         if not found:
-            passed.note_passed(cache_folder(), self.address.silicon, self._invariance_of(candidate))
-        return found.reason if isinstance(found, Rejected) else found
-
-    def _invariance_of(self, candidate: Candidate) -> str:
-        return digest(_PASSED_FORMAT, "batch-invariant", *candidate.id, candidate.version, repr(self.problem))
+            passed.note_passed(cache_folder(), self.address.silicon, name)
+        return found
 
     def _tried(self, candidate: Candidate, run: Callable[[], T], *, again: bool = False) -> T | Rejected:
         """Run a check beside a crash marker, again if its memory ran out though free; a failure becomes a rejection."""

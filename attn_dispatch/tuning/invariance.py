@@ -1,5 +1,5 @@
-"""The check that admits a backend to calls that ask for batch invariance: rows of small problems of the caller's family
-have the same bits alone, in a batch, padded, packed, in parts and decoded, in one thread and in several.
+"""The check that admits a backend to calls that ask for batch invariance: rows of small problems of a family have the
+same bits alone, in a batch, padded, packed, in parts and decoded, in one thread and in several.
 """
 
 from __future__ import annotations
@@ -7,21 +7,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from attn_dispatch.kernels.autograd import gradients
 from attn_dispatch.kernels.contract import Backend, refusals_of, runner
+from attn_dispatch.spec.data import Form
 from attn_dispatch.spec.orders import NATURAL
-from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.problem import CONTIGUOUS, Problem
 from attn_dispatch.spec.tensors import stride_class
 from attn_dispatch.tuning.hard_cases import EVEN, fitted
 
-TOKENS, PADDING, LONG = 333, 45, 1700  #: of a row, multiples of no tile; keys that a backend may split between threads
+TOKENS, PADDING = 333, 45  #: of a row, multiples of no tile
+LONG = 1700  #: keys, which a backend may split between threads
 QUERIES = 70  #: at the end of LONG keys
 WINDOW, SINKS = 150, 4
 SOFTCAP = 20.0
@@ -35,20 +36,24 @@ Bits = tuple[Tensor, ...]
 
 
 def family_of(problem: Problem) -> Problem | None:
-    """The problem whose variants stand for all problems like this one, whatever their lengths, batch and masks; None for
+    """The problem whose variants stand for all like this one, whatever their lengths, batch and masks; None for
     those that no check covers.
     """
-    pattern = problem.pattern
-    if problem.dropout_p or problem.ranks > 1 or not isinstance(pattern, Dense | Window | Dilated | Neighborhood):
+    if problem.dropout_p or problem.ranks > 1 or isinstance(problem.pattern, Form):
         return None
-    return _family(replace(problem, given=None))
+    return _family(replace(problem, given=None)) if problem.pattern.natural is problem.pattern else None
+
+
+def _is_band(pattern: Pattern) -> bool:
+    """Whether it has no segments and no grid: `Dense` or `Window`."""
+    return not (pattern.branches or pattern.axes)
 
 
 @lru_cache(4096)
 def _family(problem: Problem) -> Problem:
     pattern, heads, kv_heads = problem.pattern, problem.heads, problem.kv_heads
-    tokens = EVEN if isinstance(pattern, Neighborhood) else TOKENS
-    if isinstance(pattern, Dense | Window):  # one family: of one query, each is the same as another
+    tokens = EVEN if pattern.axes else TOKENS
+    if _is_band(pattern):  # one family: of one query, each is the same as another
         pattern = Window(WINDOW, 0, SINKS) if getattr(pattern, "sinks", 0) else Dense(is_causal=True)
         kv_heads, heads = 2, 2 if heads == kv_heads else 2 * GROUP
     else:
@@ -81,7 +86,7 @@ class Refused(Exception):
 def difference(backend: Backend, family: Problem) -> str:
     """What gives a row of this family other bits than it has alone; empty if nothing does."""
     patterns: list[Pattern] = [family.pattern]
-    if isinstance(family.pattern, Dense | Window):
+    if _is_band(family.pattern):
         patterns += [Dense(), Window(WINDOW, 0), Window(WINDOW, WINDOW)]
     for pattern in patterns:
         try:
@@ -116,7 +121,7 @@ class _Variants:
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
-        pattern, grid = self.pattern, isinstance(self.pattern, Neighborhood)
+        pattern, grid = self.pattern, bool(self.pattern.axes)
         self.grows = not grid and (getattr(pattern, "is_causal", False) or getattr(pattern, "right", None) == 0)
         self.pads = not grid
         self.slopes = torch.rand(self.family.heads, generator=self.generator).to(self.family.device)
@@ -143,24 +148,25 @@ class _Variants:
         batch, (q_len, k_len) = len(q), (x.shape[1] for x in (q, k))
         tensors |= {} if bias is None else {"bias": bias}
         tensors |= {"alibi_slopes": self.slopes} if family.alibi_axes else {}
-        strides = (stride_class(tuple(x.shape), x.stride(), x.element_size()) for x in (q, k, v))
+        own = [stride_class(tuple(x.shape), x.stride(), x.element_size()) for x in (q, k, v)]
         problem = replace(
             family,
-            pattern=self.pattern if getattr(self.pattern, "sinks", 0) else self.pattern.simplify(q_len, k_len, family.heads),
+            pattern=self.pattern
+            if getattr(self.pattern, "sinks", 0)
+            else self.pattern.simplify(q_len, k_len, family.heads),
             batch=batch,
             q_len=q_len,
             k_len=k_len,
-            strides=tuple(strides),
+            strides=(own[0], own[1], own[2]),
             has_seq_lens="seq_lens" in tensors,
             has_key_mask="key_mask" in tensors,
             needs_grad=family.needs_grad and q_len == k_len,
         )
         if why := refusals_of(self.backend, problem):
             raise Refused(f"{problem}: {'; '.join(map(str, why))}")
-        if lengths is None:
-            run = runner(self.backend, NATURAL, problem, None if tensors else (q, k, v))
-        else:
-            run, tensors = self.backend.run_documents, {**tensors, "lengths": lengths}  # type: ignore[assignment]
+        run = runner(self.backend, NATURAL, problem, None if tensors or lengths else (q, k, v))
+        if lengths is not None and self.backend.run_documents is not None:
+            run = partial(self.backend.run_documents, lengths=lengths)
         if not problem.needs_grad:
             with torch.no_grad():
                 return tuple(run(q, k, v, problem, **tensors))
@@ -184,12 +190,14 @@ class _Variants:
             before, after = (self.drawn(1, length, length) for length in (LENGTHS[0], LENGTHS[2]))
             packed = [torch.cat(each, 1) for each in zip(before, alone, after)]
             yield "packed", _rows(self.call(packed, None, LENGTHS), 0, LENGTHS[0], LENGTHS[0] + tokens), whole
-        parts = [*PARTS, *((i, i + 1) for i in DECODED)] if self.grows else [(tokens - n, tokens) for n in (69, 3, 1)]
+        parts = [(tokens - n, tokens) for n in (69, 3, 1)]
+        if self.grows:
+            parts = [*PARTS, *((i, i + 1) for i in DECODED)]
         for first, last in parts:
             what = "decoded" if last - first == 1 else "in parts"
             part = self.of_part(alone, bias, first, last)
             yield what, part, _rows(whole[:2], 0, first, last)
-        if self.pads and not isinstance(self.pattern, Dilated):
+        if _is_band(self.pattern):
             yield from self.at_long_keys()
 
     def in_threads(self, call: Callable[[], Bits], expected: Bits) -> Iterator[tuple[str, Bits, Bits]]:
@@ -204,14 +212,14 @@ class _Variants:
         right = [torch.cat([torch.cat(each[:2], 1), each[2]]) for each in zip(alone, more, other)]
         left = [torch.cat([torch.cat(each[:2], 1), each[2]]) for each in zip(more, alone, other)]
         seen = torch.ones(2, tokens + PADDING, dtype=torch.bool, device=family.device)
-        masks = {"seq_lens": torch.tensor([tokens, tokens + PADDING], device=family.device)}
+        lens = torch.tensor([tokens, tokens + PADDING], device=family.device)
         wide = None if bias is None else torch.nn.functional.pad(bias, (0, PADDING, 0, PADDING))
-        yield "padded, with seq_lens", _rows(self.call(right, wide, **masks), 0, 0, tokens), whole
+        yield "padded, with seq_lens", _rows(self.call(right, wide, seq_lens=lens), 0, 0, tokens), whole
         hides = seen.clone()
         hides[0, tokens:] = False
         # dk and dv: the queries of padding see keys, which their gradients reach.
         yield "padded, with key_mask", _rows(self.call(right, wide, key_mask=hides)[:2], 0, 0, tokens), whole[:2]
-        if isinstance(self.pattern, Dense | Window) and not getattr(self.pattern, "sinks", 0):
+        if _is_band(self.pattern) and not getattr(self.pattern, "sinks", 0):
             hides = seen.clone()
             hides[0, :PADDING] = False
             wide = None if bias is None else torch.nn.functional.pad(bias, (PADDING, 0, PADDING, 0))

@@ -2,8 +2,8 @@
 
     python -m tools.checks invariance --pairs 100000 --backend native
 
-A pair is a row's out and lse alone and in one call with others: a batch, padded, packed, in parts or decoded. It runs in
-1, 2 and 3 threads by turns.
+A pair is a row's out and lse alone and in one call with others: a batch, padded, packed, in parts or decoded, in 1, 2
+or 3 threads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Pair(NamedTuple):
 def _differing(x: Tensor, y: Tensor) -> int:
     if x.shape != y.shape or x.dtype != y.dtype:
         return 8 * max(x.nbytes, y.nbytes)
-    changed = x.contiguous().view(torch.uint8) ^ y.contiguous().view(torch.uint8)
+    x, y = (each.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8) for each in (x, y))
+    if torch.equal(x, y):
+        return 0
+    changed = x ^ y
     return sum(int((changed >> bit & 1).sum()) for bit in range(8))
 
 
@@ -92,14 +95,17 @@ class Row:
         shapes = ((batch, tokens, each, self.head_dim) for each in heads)
         return [torch.randn(shape, generator=self.generator).to(self.dtype) for shape in shapes]
 
-    def attend(self, qkv: list[Tensor], first: int = 0, part: tuple[int, int] | None = None, **arguments: Any) -> Result:
-        """The call, where the row begins `first` tokens after others, or of a part of its queries with all keys before."""
+    def attend(
+        self, qkv: list[Tensor], first: int = 0, part: tuple[int, int] | None = None, **arguments: Any
+    ) -> Result:
+        """The call, where the row begins `first` tokens after others, or of some queries with all keys before."""
         torch.set_num_threads(self.draw.choice(THREADS))
         if self.bias is not None:
             after = 0 if part else qkv[0].shape[1] - first - self.tokens
             some = self.bias[:, :, slice(*part), : part[1]] if part else self.bias
             arguments["bias"] = pad(some, (first, after, first, after)).to(self.dtype)
-        out, lse = attend(*qkv, self.pattern, **self.more, **arguments)
+        q, k, v = qkv
+        out, lse = attend(q, k, v, self.pattern, **self.more, **arguments)
         return out, lse
 
     def pairs(self) -> Iterator[Pair]:
@@ -119,7 +125,10 @@ class Row:
         batch = [torch.cat([x[:b], own, x[b:]]) for own, x in zip(self.qkv, others)]
         yield pair("batch", self.attend(batch), b)
         more = draw.randint(1, 100)
-        wide = [torch.cat([x, pad(own, (0, 0, 0, 0, 0, more), value=1.0)]) for own, x in zip(self.qkv, self.tensors(1, n + more))]
+        wide = [
+            torch.cat([x, pad(own, (0, 0, 0, 0, 0, more), value=1.0)])
+            for own, x in zip(self.qkv, self.tensors(1, n + more))
+        ]
         yield pair("seq_lens", self.attend(wide, seq_lens=torch.tensor([n + more, n])), 1)
         seen = torch.ones(2, n + more, dtype=torch.bool)
         seen[1, n:] = False

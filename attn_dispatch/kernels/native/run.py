@@ -291,7 +291,8 @@ def units_of(problem: Problem, tables: NativeTables, packed_heads: int, keys: in
     units = tiles // together
     if problem.batch_invariant:  # all chunks or none: each is a split, of which a run of keys may touch one more
         many = keys < 2 * CHUNK or units % threads == 0 or units >= UNITS_PER_THREAD * threads
-        return WorkUnits(packed_heads, together, 1 if many else int(tables.tiles[:, 4].max()) * chunks(keys), tiles)
+        splits = 1 if many else int(tables.tiles[:, 4].max()) * chunks(keys)
+        return WorkUnits(packed_heads, together, splits, tiles)
     while keys >= (splits + 1) * SPLIT and units * splits % threads and units * splits < UNITS_PER_THREAD * threads:
         splits += 1
     return WorkUnits(packed_heads, together, splits, tiles)

@@ -82,9 +82,10 @@ class Amx {
         if (M == 2) _tile_stored(2, lower, c_row);
         if (M == 2 && N == 2) _tile_stored(3, lower + CACHE_LINE, c_row);
     }
-    // The same for whole tile registers: `rows` and `columns` of c. The rows that are read next are fetched meanwhile, if any.
+    // The same for whole tile registers: `rows` and `columns` of c. The next rows, if any, are fetched meanwhile.
     template <bool ADD>
-    void product(const void* a, i64 a_row, const void* b, i64 b_row, void* c, i64 c_row, int rows, int columns, int steps, Fetch* next = nullptr) const {
+    void product(const void* a, i64 a_row, const void* b, i64 b_row, void* c, i64 c_row, int rows, int columns, int steps,
+                 Fetch* next = nullptr) const {
         asm volatile("" ::: "memory"); // compilers do not know that tile registers read and write memory
         for (int i = 0; i < rows; i += 2 * SIDE) {
             fetch(next);
@@ -123,7 +124,8 @@ public:
     }
 
     // Dot: the scores of keys. Up to SIDE - 1 rows of `scores` past the last key are overwritten too.
-    void dot(Rows rows, int pairs, int pitch, const void* lanes, float* scores, int keys, int from, int to, Fetch* next) {
+    void dot(Rows rows, int pairs, int pitch, const void* lanes, float* scores, int keys, int from, int to,
+             Fetch* next = nullptr) {
         resize(divisor(pairs));
         alignas(CACHE_LINE) char copies[SIDE * DEEPEST * 2];
         const int bytes = pairs * 4, in_place = rows.at ? 0 : keys / SIDE * SIDE;
@@ -140,7 +142,8 @@ public:
     }
 
     // Mix: adds the block's rows of x, weighted by pairs of keys, to the sums. `weights` has room for a whole block.
-    void mix(const View& x, const Bf16* head, const Block& block, int depth, float* columns, int pitch, float* weights, float* sums, Fetch* next) {
+    void mix(const View& x, const Bf16* head, const Block& block, int depth, float* columns, int pitch, float* weights,
+             float* sums, Fetch* next = nullptr) {
         by_columns(x, head, block, depth, (u32*)columns, next);
         const int pairs = (block.keys + 1) / 2, size = (block.to - block.from) * W;
         for (int t = pairs; t < whole(pairs); t++) std::memset(weights + t * pitch + block.from * W, 0, sizeof(float) * size);

@@ -13,8 +13,9 @@ void dots(const Args& a, const Block& block, const E* k, const E* v, Rows kr, Ro
     if (is_ahead<E>(a, block)) {
         Fetch next_k = rows_after(block, own_rows(a.k, k, block), a.head_dim * sizeof(E));
         Fetch next_v = rows_after(block, own_rows(a.v, v, block), a.head_dim * sizeof(E));
-        multiply(Dot<Op, Fetch>{kr, steps, T, s.q, s.scores, next_k, a.invariant != 0}, block.keys, block.from, block.to);
-        multiply(Dot<Op, Fetch>{vr, steps, T, s.grad, s.other, next_v, a.invariant != 0}, block.keys, block.from, block.to);
+        const bool same = a.invariant != 0;
+        multiply(Dot<Op, Fetch>{kr, steps, T, s.q, s.scores, next_k, same}, block.keys, block.from, block.to);
+        multiply(Dot<Op, Fetch>{vr, steps, T, s.grad, s.other, next_v, same}, block.keys, block.from, block.to);
     } else {
         dot<Op>(kr, vr, block.listed, steps, T, s.q, s.scores, block.keys, block.from, block.to, a.invariant != 0);
         dot<Op>(vr, vr, 0, steps, T, s.grad, s.other, block.keys, block.from, block.to, a.invariant != 0);
@@ -91,8 +92,8 @@ struct PairedBack {
         // Hidden keys may hold NaN: their scores are overwritten.
         Rows kr = own_rows(a.k, k, block), vr = own_rows(a.v, v, block);
         if (Amx::fits(depth, T)) {
-            s.amx.dot(kr, depth / 2, T, s.q, s.scores, block.keys, block.from, block.to, nullptr);
-            return s.amx.dot(vr, depth / 2, T, s.grad, s.other, block.keys, block.from, block.to, nullptr);
+            s.amx.dot(kr, depth / 2, T, s.q, s.scores, block.keys, block.from, block.to);
+            return s.amx.dot(vr, depth / 2, T, s.grad, s.other, block.keys, block.from, block.to);
         }
         dots<Bf16, Pair>(a, block, k, v, kr, vr, depth / 2, s);
     }
@@ -124,7 +125,7 @@ struct PairedBack {
     void add(const Block& block, int count, Rows dk, Rows dv) {
         int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2, done = 0;
         if (Amx::fits(depth, T)) {
-            s.amx.mix(a.k, k, block, depth, s.keys, T, s.values, s.sums, nullptr);
+            s.amx.mix(a.k, k, block, depth, s.keys, T, s.values, s.sums);
             done = s.amx.spread(dk, s.other, block, s.q_rows, s.width);
             s.amx.spread(dv, s.scores, block, s.grad_rows, s.width);
         } else {

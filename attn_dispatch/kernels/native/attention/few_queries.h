@@ -119,14 +119,16 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
             for (int d = 0; d < depth; d += W * EACH) {
                 vec square[W];
                 UNROLL for (int i = 0; i < W; i++) {
-                    if (sizeof(E) == sizeof(float) || PAIRS || d % (2 * W) == 0) fetch((const char*)(rows[i] + d) + next); // once a line
+                    if (d * sizeof(E) % CACHE_LINE == 0) fetch((const char*)(rows[i] + d) + next);
                     if constexpr (PAIRS) square[i] = load(rows[i] + d);
                     else square[i] = wide(rows[i] + d);
                 }
                 transpose(square);
                 UNROLL for (int i = 0; i < W; i++)
-                    UNROLL for (int n = 0; n < N; n++)
-                        sum[n] = Product::add(sum[n], Product::spread(s.q + (n * depth + d) / EACH + i), square[i]);
+                    UNROLL for (int n = 0; n < N; n++) {
+                        vec query = Product::spread(s.q + (n * depth + d) / EACH + i);
+                        sum[n] = Product::add(sum[n], query, square[i]);
+                    }
             }
             for (int i = 0; i < std::min(W, block.keys - t); i++) {
                 float* to = s.scores + (t + i) * s.pitch;
@@ -146,7 +148,8 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
             const E *first = row(a.v, v, block, t) + d, *second = row(a.v, v, block, t + 1) + d;
             bool one = !block.hidden || block.sees(t), other = t + 1 < block.keys && (!block.hidden || block.sees(t + 1));
             UNROLL for (int n = 0; n < N; n++) {
-                if (next && n % 2 == 0) fetch((const char*)(first + n * W) + next), fetch((const char*)(second + n * W) + next);
+                if (next && n % 2 == 0)
+                    for (const E* x : {first, second}) fetch((const char*)(x + n * W) + next);
                 vec x = one ? wide(first + n * W) : vec{}, y = other ? wide(second + n * W) : vec{};
                 UNROLL for (int i = 0; i < L; i++) {
                     vec weights = splat(s.other[t / 2 * s.pitch + lane + i]);
@@ -176,10 +179,12 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
         const i64 next = ahead(a.k, block);
 #if defined(__AVX512F__)
         if (apart) {
-            Fetch ahead = rows_after(block, own_rows(a.k, k, block), depth * sizeof(E), FEW_KEYS);
-            return s.amx.dot(own_rows(a.k, k, block), depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to, &ahead);
+            const Rows rows = own_rows(a.k, k, block);
+            Fetch after = rows_after(block, rows, depth * sizeof(E), FEW_KEYS);
+            return s.amx.dot(rows, depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to, &after);
         }
-        if (a.invariant) return s.lanes == 1 ? in_order<1>(block, next) : s.lanes <= GROUP ? in_order<GROUP>(block, next) : in_order<2 * GROUP>(block, next);
+        if (a.invariant && s.lanes == 1) return in_order<1>(block, next);
+        if (a.invariant) return s.lanes <= GROUP ? in_order<GROUP>(block, next) : in_order<2 * GROUP>(block, next);
 #endif
         for (int t = 0; t < block.keys; t += GROUP) {
             int keys = std::min(GROUP, block.keys - t);
@@ -284,6 +289,8 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
 template <class E> bool is_rowwise_pairs(const Args& a, const Scratch& s) {
     return HAS_ROW_PAIRS && std::is_same_v<E, Bf16> && Rowwise<E, true>::fits(a, s);
 }
-template <class E> bool is_rowwise(const Args& a, const Scratch& s) { return Rowwise<E>::fits(a, s) || is_rowwise_pairs<E>(a, s); }
+template <class E> bool is_rowwise(const Args& a, const Scratch& s) {
+    return Rowwise<E>::fits(a, s) || is_rowwise_pairs<E>(a, s);
+}
 
 } // namespace

@@ -24,7 +24,10 @@ inline float unsigned_zero(float x) {
     std::memcpy(&bits, &x, 4);
     return bits == 0x80000000u ? 0.0f : x;
 }
-inline vec unsigned_zeros(vec x) { return (vec)((ivec)x == (ivec{} + std::numeric_limits<int>::min()) ? ivec{} : (ivec)x); }
+inline vec unsigned_zeros(vec x) {
+    const ivec bits = (ivec)x;
+    return (vec)(bits == ivec{} + std::numeric_limits<int>::min() ? ivec{} : bits);
+}
 
 // `sums` are [d][lane], or [lane][d] if `rows`.
 template <class E> void write_results(const Args& a, i64 b, i64 h, float unit, bool rows, const Scratch& s) {
@@ -49,7 +52,8 @@ template <class E> void write_results(const Args& a, i64 b, i64 h, float unit, b
         bool any = s.total[i] != 0.0f && p < a.queries_of(b);
         float share = any ? 1.0f / s.total[i] : 0.0f;
         E* row = out + s.row(a.out, i);
-        for (int d = written; d < depth; d++) row[d] = narrow<E>(any ? unsigned_zero(s.sums[d * step + i * lane_step] * share) : 0.0f);
+        for (int d = written; d < depth; d++)
+            row[d] = narrow<E>(any ? unsigned_zero(s.sums[d * step + i * lane_step] * share) : 0.0f);
         if (!a.lse) continue;
         a.lse[a.lse_row(b, h + s.head[i]) + p] = any ? (float)(((double)s.peak[i] * unit + std::log2(s.total[i])) * LN_2) : NONE;
     }
@@ -85,7 +89,7 @@ void forward_turns(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, flo
         if (chunk) kept(i).add(s, s.pitch, depth, is_rowwise<E>(a, s), products.unit);
         else kept(i).copy(s, s.pitch, depth);
     };
-    // A few queries read a block in small parts: all heads score one, as they lie side by side, before the next one begins.
+    // A few queries read a block in parts: all heads, which lie side by side, score one before the next one begins.
     const bool few = a.invariant && s.pitch <= FEW;
     auto in_turns = [&](const Block& block, const auto& visit) {
         for (int from = 0; from < block.keys; from += FEW_KEYS)
@@ -146,10 +150,11 @@ void join_splits(const Args& a, const Tile& tile, i64 b, i64 h, float* states, i
     s.pitch = (s.lanes + W - 1) / W * W;
     const bool rows = is_rowwise<E>(a, s);
     if (a.invariant) {
+        const float unit = states[a.state_size() - 1];
         Sums all(states);
-        for (i64 i = 1; i < a.splits; i++) all.add(states + i * step, s.pitch, (int)a.head_dim, rows, states[a.state_size() - 1]);
+        for (i64 i = 1; i < a.splits; i++) all.add(states + i * step, s.pitch, (int)a.head_dim, rows, unit);
         all.select(s);
-        return write_results<E>(a, b, h, states[a.state_size() - 1], rows, s);
+        return write_results<E>(a, b, h, unit, rows, s);
     }
     s.select_shared();
     const int size = (int)a.head_dim * s.pitch;

@@ -160,7 +160,10 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
             UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] += EACH * 4;
         }
         ahead = next;
-        UNROLL for (int i = 0; i < M; i++) store(scores + (i0 + i) * size + n0 * W, EACH > 1 ? sum[0][i] + sum[EACH - 1][i] : sum[0][i]);
+        UNROLL for (int i = 0; i < M; i++) {
+            if (EACH > 1) sum[0][i] += sum[EACH - 1][i];
+            store(scores + (i0 + i) * size + n0 * W, sum[0][i]);
+        }
     }
 };
 

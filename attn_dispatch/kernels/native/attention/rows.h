@@ -55,8 +55,9 @@ struct Scratch {
         }
     }
     i64 row(const View& x, int i) const { return at[i] * x.row + head[i] * x.head; }
-    static i64 own_size(int depth) { return 2 * FEW * ((depth + FEW - 1) / FEW * FEW + 1); } // tile registers add whole ones
-    static constexpr i64 FEW_SCORES = (KEYS + FEW) * FEW; // of a head that reads blocks in turns; tile registers write whole ones
+    // Tile registers write whole ones.
+    static i64 own_size(int depth) { return 2 * FEW * ((depth + FEW - 1) / FEW * FEW + 1); }
+    static constexpr i64 FEW_SCORES = (KEYS + FEW) * FEW; // of a head that reads blocks in turns
     static i64 kept_size(int depth, int heads) { return 2 * T + (heads > 1 ? depth * FEW + 2 * FEW_SCORES : depth * T); }
     void select(int head, int depth) {
         q = own + head * own_size(depth);

@@ -125,7 +125,8 @@ struct Sums {
     void add(const Sums& other, int pitch, int depth, bool rows, float unit) {
         float fade[2][T];
         for (int n = 0; n < pitch; n += W) {
-            vec old = load(peak + n), own = load(other.peak + n), most = larger(old, own), base = most == splat(NONE) ? vec{} : most;
+            vec old = load(peak + n), own = load(other.peak + n), most = larger(old, own);
+            vec base = most == splat(NONE) ? vec{} : most;
             store(fade[0] + n, exp2_((old - base) * unit));
             store(fade[1] + n, exp2_((own - base) * unit));
             store(peak + n, most);

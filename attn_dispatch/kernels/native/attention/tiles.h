@@ -110,7 +110,8 @@ struct Block {
     Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 end, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(nullptr), lanes(nullptr),
           run_lanes(a.run_lanes ? a.run_lanes[&run - a.runs] : ~(u64)0), packed_heads(a.packed_heads),
-          keys((int)(a.invariant ? end - t : std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS}))), from(0),
+          keys((int)(a.invariant ? end - t : std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS}))),
+          from(0),
           to((int)(tile.count * packed_heads + W - 1) / W), pitch(pitch), partial(span.partial(t, keys)), hidden(false) {
         full_first = span.full_first, full_last = span.full_last;
         find_hidden();
@@ -190,9 +191,9 @@ inline i64 first_seen(const Args& a, const Run& run, i64 b) {
     return found ? (const u8*)found - (seen + run.key) : 0;
 }
 
-// Calls `visit` with every block of keys that a tile reads, in one of the splits of each run. With `invariant`, blocks and
-// chunks begin at places of a run that do not depend on the tile, so that the keys of a query are added in one order whatever
-// the others see; a split is a chunk.
+// Calls `visit` with every block of keys that a tile reads, in one of the splits of each run. With `invariant`, blocks
+// and chunks begin at places of a run that do not depend on the tile: the keys of a query are added in one order,
+// whatever others see. A split is a chunk then.
 template <class F>
 void each_block(const Args& a, const Tile& tile, i64 b, int pitch, i64 split, i64 splits, const F& visit) {
     i64 chunk = -1;
