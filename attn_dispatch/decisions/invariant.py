@@ -1,6 +1,6 @@
 """Decisions for calls that ask for batch invariance: one backend for all calls of a family, checked by the gate.
 
-Nothing is measured: calls that differ in batch, lengths or masks could be given backends, or orders, whose bits differ.
+Nothing is measured: else calls that differ in batch or lengths could get backends, or orders, whose bits differ.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ process_state.register(process_state.DECISIONS, _decided.clear)
 def invariant_decision(
     problem: Problem, backend: str | None, order: str | None, why_not: WhyNot | None = None
 ) -> Decision:
-    """The decision for a problem that asks for batch invariance; without a choice where no backend passes, or where
-    the one that does cannot run this problem.
+    """The decision for a problem that asks for batch invariance; without a choice where no backend passes, or the
+    one that does cannot run this problem.
 
     Args:
         why_not: why the gate does not admit a candidate. None: one that is still to be checked is taken.

@@ -153,16 +153,18 @@ def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool
 
 
 def why_variant(request: Request, candidate: Candidate) -> str:
-    """Why a candidate is not admitted to the calls of a family that ask for batch invariance; empty where it is, by a
-    check now or before.
+    """Why a candidate is not admitted to the calls of a family that ask for batch invariance; empty where it is, by
+    a check now or before.
     """
-    from attn_dispatch.tuning import gate, invariance  # loaded only when something is tried
+    from attn_dispatch.tuning import gate, invariance, rounds  # loaded only when something is tried
 
     if cannot_measure(request.problem.device):
         return "is not checked while a call is captured, traced or transformed"
     with isolated(request.problem.device):
         if mode() != "off":
-            return gate.Gate(request.problem, request.address).why_not(candidate, invariance.difference)
+            checks = gate.Gate(request.problem, request.address)
+            rejected = rounds.exhausted(checks.check_hard_cases(candidate))
+            return rejected.reason if rejected else checks.why_not(candidate, invariance.difference)
         try:  # no file is read or written
             return invariance.difference(candidate.backend, request.problem)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend

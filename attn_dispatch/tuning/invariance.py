@@ -1,5 +1,5 @@
-"""The check that admits a backend to calls that ask for batch invariance: rows of small problems of a family have the
-same bits alone, in a batch, padded, packed, in parts and decoded, in one thread and in several.
+"""The check that admits a backend to calls that ask for batch invariance: rows of small problems of a family have
+the same bits alone, in a batch, padded, packed, in parts and decoded, in one thread and in several.
 """
 
 from __future__ import annotations

@@ -52,28 +52,28 @@ MOST_FILES = 13  #: of a room: one with more is about more than one thing; backe
 #: Lines that a room may have, C++ and the report's page included. It is raised with a capability alone; whoever adds
 #: lines for anything else takes others away.
 LINES = {
-    "api": 1095,
+    "api": 1097,
     "backends": 2030,
-    "base": 540,
-    "calls": 1147,
+    "base": 567,
+    "calls": 1150,
     "cli": 3050,
     "compat": 506,
-    "decisions": 2298,
-    "entry": 121,
+    "decisions": 2443,  # batch invariance took 145
+    "entry": 124,
     "integrations": 1700,  # masks that are read without asking about all pairs took 350
-    "kernels": 11145,  # with parts that two backends share, and merge; products by AMX took 230
+    "kernels": 11470,  # with parts that two backends share, and merge; AMX took 230, one order of sums 325
     "learning": 980,
     "machine": 1145,
     "nn": 1585,
     "profiles": 5,
     "ring": 3960,
-    "spec": 2935,
+    "spec": 2943,
     "store": 1490,
     "testing": 910,
-    "tuning": 3820,
+    "tuning": 4093,  # the check of bits took 273
 }
-BESIDE = {"tests": 39_475, "tools": 6496}  #: the same for the folders beside the package
-PACKAGE = 40_437  #: lines of all rooms together; other systems and devices took 1,100
+BESIDE = {"tests": 39_690, "tools": 6680}  #: the same for the folders beside the package
+PACKAGE = 41_228  #: lines of all rooms together; batch invariance took 790
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",

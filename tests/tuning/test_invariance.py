@@ -17,8 +17,13 @@ from attn_dispatch.decisions import decide, invariant
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning import invariance
+from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.gate import case_of
+from attn_dispatch.tuning.hard_cases import class_key
 from attn_dispatch.tuning.invariance import difference, family_of
+from attn_dispatch.tuning.oracle import Oracle
 from tests.support.processes import printed
 from tools.checks.invariance import count
 
@@ -192,3 +197,18 @@ def test_what_is_not_checked_is_refused_by_name() -> None:
             attend(q, k, v, order="hilbert")
         with pytest.raises(NoBackend, match="batch_invariant: over a mesh"):
             attend(q, k, v, mesh=object())
+
+
+SOME = [*CASES[::9], *(pytest.param(case, marks=pytest.mark.full) for n, case in enumerate(CASES) if n % 9)]
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+def test_results_are_right(case: Case) -> None:
+    for dtype in DTYPES:
+        problem, backend = case.problem(dtype, needs_grad=True), registry.load("native")
+        problem = replace(problem, batch_invariant=True)
+        if not backend.refusals(problem):
+            oracle = Oracle.of(make(problem))
+            assert oracle.check(oracle.run(backend)).failures == ()
+            for hard in map(case_of, class_key(problem)):
+                assert hard.refused_by(backend) or hard.check(hard.run(backend)).failures == ()

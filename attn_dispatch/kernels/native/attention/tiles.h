@@ -96,7 +96,7 @@ struct Block {
     const Tile& tile;
     const Run& run;
     i64 t, limit;
-    i64 full_first = 0, full_last = 0; // keys of the run that all lanes see
+    i64 first = 0, full_first = 0, full_last = 0; // keys of the run from which on some lane sees them, and that all do
     i64 chunk = 0; // of the keys that the tile reads, with `invariant`
     const u8* seen;        // by position, or null
     const i32* positions;  // of the keys, or null where they are an arithmetic progression
@@ -113,7 +113,7 @@ struct Block {
           keys((int)(a.invariant ? end - t : std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS}))),
           from(0),
           to((int)(tile.count * packed_heads + W - 1) / W), pitch(pitch), partial(span.partial(t, keys)), hidden(false) {
-        full_first = span.full_first, full_last = span.full_last;
+        first = span.first, full_first = span.full_first, full_last = span.full_last;
         find_hidden();
         if (!partial || pitch <= FEW) return; // of a few queries, all are weighed
         // Lanes' bounds increase with the key: the first key has the lowest lane, the last key the highest.
@@ -138,8 +138,9 @@ struct Block {
     }
     i64 key(int i) const { return positions ? positions[i] : run.key + (t + i) * run.step; }
 
-    bool sees(int i) const { return key(i) < limit && (!seen || seen[key(i)]); }
+    bool sees(int i) const { return t + i >= first && key(i) < limit && (!seen || seen[key(i)]); }
     void find_hidden() {
+        hidden = t < first; // as a block may, to begin at its place
         if (!seen && !positions) return; // without a mask, the keys of a run with steps are below the limit
         for (int i = 0; i < keys; i++) hidden |= !sees(i);
     }
