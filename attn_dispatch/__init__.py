@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attn_dispatch.profiling import profile
     from attn_dispatch.recording import record
     from attn_dispatch.ring.shards import Sharded, shard, shard_positions, unshard, weights_of
+    from attn_dispatch.settings import batch_invariant
     from attn_dispatch.spec.data import Blocks, Ranges
     from attn_dispatch.spec.orders import Reordered, from_order, positions, to_order
     from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Window
@@ -50,6 +51,7 @@ __all__ = [
     "Sharded",
     "Window",
     "attend",
+    "batch_invariant",
     "counters",
     "explain",
     "from_order",
@@ -81,6 +83,7 @@ _NAMES = {
     "recording": ("record",),
     "ring.shards": ("Sharded", "shard", "shard_positions", "unshard", "weights_of"),
     "spec.data": ("Blocks", "Ranges"),
+    "settings": ("batch_invariant",),
     "spec.pattern": ("Dense", "Dilated", "Neighborhood", "Window"),
     "spec.problem": ("Problem",),
     "spec.orders": ("Reordered", "from_order", "positions", "to_order"),

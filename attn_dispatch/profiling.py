@@ -151,6 +151,8 @@ def _measure_problem(problem: Problem, share_s: float | None, force: bool) -> Ex
     """Measure missing and outdated candidates; all of them if forced, or after a provisional decision."""
     budget_ms = math.inf if share_s is None else share_s * 1e3
     # Another thread may call attend() with the same problem.
+    if problem.batch_invariant:  # one backend computes it, however fast others are
+        return decide.explain_problem(problem)
     with as_called(problem):
         request = Request.of(problem)
         stored = look_up.look_up(request, budget_ms)

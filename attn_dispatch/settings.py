@@ -1,12 +1,13 @@
-"""Settings from environment variables, read and checked at each use."""
+"""Settings from environment variables, read and checked at each use; and one that may be switched in a block."""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,3 +116,32 @@ def _can_exist(folder: Path) -> bool:
     """Whether a folder exists or can be made: in containers, users without a name often get the home `/`."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     return there == folder or os.access(there, os.W_OK | os.X_OK)
+
+
+_everywhere = _word("ATTN_DISPATCH_BATCH_INVARIANT", ("0", "1")) == "1"
+_asked = ContextVar("batch_invariant", default=_everywhere)
+asks_invariance: Callable[[], bool] = _asked.get  #: whether this thread, or task, asks for batch invariance
+
+
+@contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Inside, out and lse of a row have the same bits alone, in a batch, padded, packed, in parts and decoded, in
+    any number of threads; so have gradients, but not of parts, nor where `key_mask` hides padding.
+
+    One backend computes all calls that are alike: the first whose bits a check on this machine finds equal.
+    Nothing is measured, and other calls' decisions do not change. It holds for the thread or task that enters it;
+    `$ATTN_DISPATCH_BATCH_INVARIANT=1`, which is read once, asks for it in the whole process.
+
+    Args:
+        enabled: False: calls inside do not ask for it.
+
+    Raises:
+        InvalidInput: `enabled` is not a bool. Calls inside raise NoBackend where no backend passes.
+    """
+    if not isinstance(enabled, bool):
+        raise InvalidInput(f"enabled must be True or False, got {enabled!r}")
+    before = _asked.set(enabled)
+    try:
+        yield
+    finally:
+        _asked.reset(before)

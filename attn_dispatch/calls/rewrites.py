@@ -19,6 +19,7 @@ from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.errors import BackendFailed, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import NO_TANGENTS
+from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem, dropout
 
@@ -78,6 +79,8 @@ def over_mesh(call: Call) -> Rewritten | None:
     """Over ranks: a collective, or where there is one rank, the call on one device."""
     if call.mesh is None:
         return None
+    if asks_invariance():
+        raise NoBackend("batch_invariant: over a mesh, sums are joined in an order that depends on the ranks")
     _refuse_graphs(*call.qkv)
     from attn_dispatch.ring import over_mesh, packed_rows, shards  # loads torch.distributed
 

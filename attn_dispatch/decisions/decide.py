@@ -18,6 +18,7 @@ import msgspec
 from attn_dispatch import process_state, settings
 from attn_dispatch.decisions import look_up, unmeasured
 from attn_dispatch.decisions.explanation import Explanation, with_current_candidates
+from attn_dispatch.decisions.invariant import invariant_decision
 from attn_dispatch.decisions.modes import decide_by_mode
 from attn_dispatch.decisions.trial_limits import (
     RateLimit,
@@ -26,6 +27,7 @@ from attn_dispatch.decisions.trial_limits import (
     measure,
     passes_hard_cases,
     why_refuted,
+    why_variant,
 )
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend, NotDecided
 from attn_dispatch.learning.predict import Prediction
@@ -80,6 +82,8 @@ def explain_problem(problem: Problem, backend: str | None = None, order: str | N
 
 
 def _explained(problem: Problem, backend: str | None, order: str | None) -> Explanation:
+    if problem.batch_invariant:
+        return Explanation.of(invariant_decision(problem, backend, order))
     request = Request.of(problem)
     decision = _decided.get((request.silicon, problem, backend, order))
     if backend is not None or order is not None:
@@ -109,6 +113,8 @@ def decision_for(problem: Problem) -> Decision:
     Raises:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can run the problem.
     """
+    if problem.batch_invariant:
+        return _invariant(problem)
     if (other := measured_for(problem)) != problem:
         try:
             shared = decision_for(other)
@@ -128,11 +134,21 @@ def decision_for(problem: Problem) -> Decision:
             _deciding.pop(key, None)
 
 
+def _invariant(problem: Problem, backend: str | None = None, order: str | None = None) -> Decision:
+    """The decision for a problem that asks for batch invariance. Raises as `forced_decision`."""
+    decision = invariant_decision(problem, backend, order, why_variant)
+    if not decision.choice:
+        raise NoBackend(unmeasured.no_backend_message(problem, decision.candidates, backend, order))
+    return counted(decision)
+
+
 def without_trial(problem: Problem) -> Decision | None:
     """The decision for a problem in this process, or the stored one where no call would measure; None without either.
 
     The stored one is remembered. One of another machine is checked first, in the mode `tune`.
     """
+    if problem.batch_invariant:
+        return _invariant(problem)
     request = Request.of(measured_for(problem))
     key = request.silicon, request.problem, None, None
     decision = _decided.get(key) or _DeviceSteps(request, unhurried=True).stored()
@@ -189,6 +205,8 @@ def decision_while_traced(problem: Problem) -> Decision:
     Raises:
         NotDecided: locked mode without a valid stored decision. NoBackend: no backend can be traced on this problem.
     """
+    if problem.batch_invariant:
+        raise NoBackend(f"while it is traced or transformed, nothing computes a batch-invariant call: {problem}")
     with without_modes():  # tables that backends cache must hold plain tensors
         request, setting = Request.of(problem), mode()
         steps = _DeviceSteps(request)
@@ -433,6 +451,8 @@ def forced_decision(problem: Problem, backend: str | None, order: str | None) ->
         InvalidInput: there is no such backend or order. NoBackend: no candidate can run the problem.
         BackendFailed: the backend raised when asked whether it can.
     """
+    if problem.batch_invariant:
+        return _invariant(problem, backend, order)
     unmeasured.check_names(backend, order)
     request = Request.of(problem)
     key = request.silicon, problem, backend, order

@@ -18,12 +18,13 @@ from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels.device_cache import capturing, compiling
 from attn_dispatch.log import say_once
 from attn_dispatch.machine import memory
+from attn_dispatch.settings import mode
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import without_autocast
 from attn_dispatch.store.decision import CandidateId, Decision
 from attn_dispatch.text import gib, one_line, printable, titled
-from attn_dispatch.tuning.candidates import Request, static_choice
+from attn_dispatch.tuning.candidates import Candidate, Request, static_choice
 
 
 def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
@@ -149,6 +150,25 @@ def passes_hard_cases(request: Request, name: CandidateId, *, run: bool) -> bool
         if not guard.is_shortage(error):
             raise
         return False
+
+
+def why_variant(request: Request, candidate: Candidate) -> str:
+    """Why a candidate is not admitted to the calls of a family that ask for batch invariance; empty where it is, by
+    a check now or before.
+    """
+    from attn_dispatch.tuning import gate, invariance, rounds  # loaded only when something is tried
+
+    if cannot_measure(request.problem.device):
+        return "is not checked while a call is captured, traced or transformed"
+    with isolated(request.problem.device):
+        if mode() != "off":
+            checks = gate.Gate(request.problem, request.address)
+            rejected = rounds.exhausted(checks.check_hard_cases(candidate))
+            return rejected.reason if rejected else checks.why_not(candidate, invariance.difference)
+        try:  # no file is read or written
+            return invariance.difference(candidate.backend, request.problem)
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises is a fact about the backend
+            return one_line(error)
 
 
 def why_refuted(request: Request, decision: Decision) -> str:

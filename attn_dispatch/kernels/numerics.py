@@ -12,6 +12,7 @@ from torch.nn.functional import softplus
 
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.private import has_amx
+from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec.checks import choice
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -122,10 +123,17 @@ def _joined(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     none_a, none_b = lse_a == -torch.inf, lse_b == -torch.inf
     a, b = (x.masked_fill(none_a & none_b, 0.0) for x in (lse_a, lse_b))
     # -log of a share: as of sigmoid(a - b), but with the digits of a derivative near 0.
-    less_a, less_b = softplus(b - a, threshold=LINEAR), softplus(a - b, threshold=LINEAR)
+    less_a, less_b = _softplus(b - a), _softplus(a - b)
     lse = torch.where(a > b, a + less_a, b + less_b).masked_fill(none_a & none_b, -torch.inf)
     # Filled, so that the gradient of a row without keys, which may be NaN, does not reach the other lse.
     return torch.exp(-less_a).masked_fill(none_a, 0.0), torch.exp(-less_b).masked_fill(none_b, 0.0), lse
+
+
+def _softplus(x: Tensor) -> Tensor:
+    if not asks_invariance():
+        return softplus(x, threshold=LINEAR)
+    # PyTorch has one formula for whole vectors of softplus and another for the rest: not so of exp and log1p.
+    return torch.maximum(x, x.new_zeros(())) + torch.log1p(torch.exp(-x.abs()))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

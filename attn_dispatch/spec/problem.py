@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec.checks import boolean, choice, integer, number
 from attn_dispatch.spec.data import Blocks, BlocksForm, DataPattern, Form, Ranges, RangesForm
 from attn_dispatch.spec.groups import SCORE_TERMS, key_of
@@ -125,6 +126,7 @@ class Problem:
     are those of the whole sequence. `softcap` is 0 for none; `bias` is (1 or batch, 1 or heads), the sizes of the
     bias's first axes, and () for none; `alibi_axes` is 1 for slopes [heads], 2 for [batch, heads], 0 for none.
     `flash_kernel` is what takes the place of PyTorch's flash kernel on CUDA, "" for nothing (`torch_settings`).
+    `batch_invariant`: the bits of a row depend on nothing else that is computed (`settings.batch_invariant`).
     `is_document`: the rows are documents of packed rows; decisions are of classes of these (`shapes.measured_for`).
     """
 
@@ -152,6 +154,7 @@ class Problem:
     bias_needs_grad: bool = False
     alibi_axes: int = 0
     flash_kernel: str = ""
+    batch_invariant: bool = False
     is_document: bool = False
     given: Pattern | None = field(default=None, repr=False, compare=False)  #: the caller's pattern, for messages
     _hash: int = field(init=False, repr=False, compare=False)
@@ -220,8 +223,11 @@ class Problem:
         default_scale = math.pow(head_dim, -0.5)
         strides = {name: stride_class(tuple(x.shape), x.stride(), dtype.itemsize) for name, x in tensors.items()}
         sizes = batch, q_len, k_len, heads, kv_heads, head_dim
+        # Without its sinks a window is one run of keys, which are added in another order.
+        whole = asks_invariance() and getattr(chosen, "sinks", 0) > 0
+        simplest = chosen if whole else chosen.simplify(max(1, q_len), max(1, k_len), heads)
         return cls(
-            chosen.simplify(max(1, q_len), max(1, k_len), heads),
+            simplest,
             *sizes,
             dtype,
             where,
@@ -241,6 +247,7 @@ class Problem:
             bias_needs_grad=bias is not None and torch.is_grad_enabled() and bias.requires_grad,
             alibi_axes=0 if slopes is None else slopes.ndim,
             flash_kernel=(current_flash() or "") if where.type == "cuda" and dtype.itemsize == 2 else "",
+            batch_invariant=asks_invariance(),
         )
 
     @property
@@ -272,7 +279,7 @@ class Problem:
     def to_dict(self) -> dict[str, Any]:
         """The problem in plain JSON values; `from_dict` reads it back."""
         plain: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
-        for name in (*SCORE_TERMS.values(), "flash_kernel"):
+        for name in (*SCORE_TERMS.values(), "flash_kernel", "batch_invariant"):
             if not plain[name]:
                 del plain[name]  # so that the keys of other problems stay what they were
         del plain["is_document"]  # it is decided as others are
@@ -317,7 +324,8 @@ class Problem:
             "forward + backward" if self.needs_grad else "forward",
         ]
         options = {"seq_lens": self.has_seq_lens, "key_mask": self.has_key_mask, "lse": self.return_lse}
-        options |= {"deterministic": self.deterministic, f"dropout {self.dropout_p:g}": self.dropout_p > 0}
+        options |= {"deterministic": self.deterministic, "batch-invariant": self.batch_invariant}
+        options |= {f"dropout {self.dropout_p:g}": self.dropout_p > 0}
         options |= {f"ranks {self.ranks}": self.ranks > 1, "scale given": not self.default_scale}
         options |= dict.fromkeys(self.score_terms, True)
         options |= {f"matmul {self.matmul_precision}": self.matmul_precision != "highest"}
@@ -359,7 +367,8 @@ def _check_fields(problem: Problem) -> None:
         integer(name, getattr(problem, name), 1)
     if problem.heads % problem.kv_heads:
         raise InvalidInput(f"kv_heads must divide heads, got {problem.kv_heads} and {problem.heads}")
-    for name in ("needs_grad", "return_lse", "has_seq_lens", "has_key_mask", "deterministic", "bias_needs_grad"):
+    flags = "needs_grad", "return_lse", "has_seq_lens", "has_key_mask", "deterministic", "bias_needs_grad"
+    for name in (*flags, "batch_invariant"):
         boolean(name, getattr(problem, name))
     if problem.has_seq_lens and problem.q_len != problem.k_len:
         raise InvalidInput(f"seq_lens needs q_len == k_len, got {problem.q_len} and {problem.k_len}")

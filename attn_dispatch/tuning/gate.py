@@ -216,6 +216,23 @@ class Gate:
             passed.note_passed(cache_folder(), self.address.silicon, _digest_of(key))
         return None
 
+    def why_not(self, candidate: Candidate, check: Callable[[Backend, Problem], str]) -> str:
+        """Why a check of the problem rejects a candidate; empty where this version passes, now or before on this
+        machine. Raises as `admit`.
+        """
+        name = digest(_PASSED_FORMAT, check.__name__, *candidate.id, candidate.version, repr(self.problem))
+        if passed.has_passed(cache_folder(), self.address.silicon, name):
+            return ""
+        run, limit_s = partial(check, candidate.backend, self.problem), self._limit_s(candidate, self.problem)
+        if (rejected := self.prepare(candidate)) is not None:
+            return rejected.reason
+        found = self._tried(candidate, lambda: self._guarded([run], limit_s)[0])
+        if isinstance(found, Rejected):
+            return found.reason
+        if not found:
+            passed.note_passed(cache_folder(), self.address.silicon, name)
+        return found
+
     def _tried(self, candidate: Candidate, run: Callable[[], T], *, again: bool = False) -> T | Rejected:
         """Run a check beside a crash marker, again if its memory ran out though free; a failure becomes a rejection."""
         version, where, title = candidate.version, self.address.silicon, candidate.problem_title(self.problem)

@@ -52,22 +52,22 @@ MOST_FILES = 13  #: of a room: one with more is about more than one thing; backe
 #: Lines that a room may have, C++ and the report's page included. It is raised with a capability alone; whoever adds
 #: lines for anything else takes others away.
 LINES = {
-    "api": 1095,
+    "api": 1097,
     "backends": 2045,
-    "base": 540,
-    "calls": 1147,
+    "base": 567,
+    "calls": 1150,
     "cli": 3050,
     "compat": 509,
-    "decisions": 2298,
-    "entry": 121,
+    "decisions": 2443,  # batch invariance took 145
+    "entry": 124,
     "integrations": 1955,  # masks read without asking about all pairs took 350; which layers ask, by their code, 180
-    "kernels": 11425,  # products by AMX took 230, dropout 280
+    "kernels": 11470,  # with parts that two backends share, and merge; AMX took 230, one order of sums 325
     "learning": 980,
     "machine": 1145,
     "nn": 1585,
     "profiles": 5,
     "ring": 3960,
-    "spec": 2935,
+    "spec": 2943,
     "store": 1490,
     "testing": 924,
     "tuning": 3825,

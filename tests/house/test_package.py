@@ -29,6 +29,7 @@ PUBLIC = [
         "Window",
         "attend",
     ),
+    "batch_invariant",
     *("counters", "explain", "from_order", "hardware", "merge", "positions", "profile", "record", "register"),
     *("replacing_sdpa", "shard", "shard_positions", "to_order", "unshard", "warm", "weights_of"),
 ]

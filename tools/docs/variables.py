@@ -11,6 +11,7 @@ NUMBERS = {value.variable: value for value in vars(settings).values() if isinsta
 OTHERS = {
     "ATTN_DISPATCH_MODE": (settings.MODES[0], ", ".join(settings.MODES)),
     "ATTN_DISPATCH_COMPILE": (settings.COMPILE[0], ", ".join(settings.COMPILE)),
+    "ATTN_DISPATCH_BATCH_INVARIANT": ("0", "0, 1"),
     "ATTN_DISPATCH_CACHE_DIR": ("`attn-dispatch` in the user's cache folder, as `~/.cache/attn-dispatch`", "a folder"),
     "ATTN_DISPATCH_RECORD": ("-", "a file"),
     settings.FLASH_KERNEL: ("-", "a folder"),
@@ -38,6 +39,7 @@ MEANING = {
     "ATTN_DISPATCH_CACHE_DIR": "where decisions, quarantines and crash markers are stored, with a copy of the code "
     "of `native`",
     "ATTN_DISPATCH_CACHE_MB": "megabytes of decisions; past it, those unused for longest are removed",
+    "ATTN_DISPATCH_BATCH_INVARIANT": "1: all calls are as inside `batch_invariant`; read once",
     "ATTN_DISPATCH_RECORD": "where the process writes the problems of all its calls, as `record` does; read once, when "
     "`attend` is imported",
     settings.FLASH_KERNEL: "a build of flash-attn2 or flash-attn3 from the Hugging Face Hub, on disk: the folder with "

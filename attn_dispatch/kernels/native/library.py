@@ -69,7 +69,7 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("slopes", "bias", "dbias")),
         *((name, ctypes.c_int64) for name in ("slopes_batch", "bias_batch", "bias_head", "bias_row", "bias_key")),
-        *((name, ctypes.c_int64) for name in ("more_keys", "dropped", "first_row", "seed")),
+        *((name, ctypes.c_int64) for name in ("more_keys", "dropped", "first_row", "seed", "invariant")),
     )
 
 

@@ -29,6 +29,7 @@ SUM_BYTES = 2**30  #: limit for sums of dk and dv
 HEAD_DIM = 4096  #: the largest; a thread's scratch memory grows with it
 UNITS_PER_THREAD = 4  #: units of work per thread from which threads end at about the same time
 SPLIT = 512  #: fewest keys of a run that are worth a unit of their own
+CHUNK = 768  #: keys of a split where rows have the same bits in every batch, CHUNK in attention/vectors.h
 MOST_TOGETHER = 32  #: key heads that read in turns: their sums stay in the L2 cache
 VIEWS = struct.Struct(4 * "Pqqq")  #: q, k, v and out, with which Args begins
 TABLE_BYTES = 2**14  #: limit of the tables of a specialized function; thousands may be alive
@@ -210,6 +211,7 @@ def arguments(problem: Problem, tables: NativeTables, threads: int) -> library.A
     _set_tables(made, tables)
     for name in ("batch", "heads", "q_len", "k_len", "head_dim", "scale", "softcap"):
         setattr(made, name, getattr(problem, name))
+    made.invariant = problem.batch_invariant
     made.group = problem.heads // problem.kv_heads
     made.dtype = DTYPES.index(problem.dtype)
     made.dropped = dropout.threshold(problem.dropout_p)
@@ -264,7 +266,8 @@ class WorkUnits(NamedTuple):
 
 def forward_tables(problem: Problem) -> NativeTables:
     """The tables of a forward pass on the problem's own rows."""
-    return few_query_tables(problem) if few_lanes(problem) else native_tables(problem)
+    packed = few_lanes(problem) and not problem.batch_invariant  # these may have runs of keys in another order
+    return few_query_tables(problem) if packed else native_tables(problem)
 
 
 @lru_cache(maxsize=4096)
@@ -291,9 +294,18 @@ def units_of(problem: Problem, tables: NativeTables, packed_heads: int, keys: in
         kv_heads = problem.heads // packed_heads
         together = next(n for n in range(min(kv_heads, MOST_TOGETHER), 0, -1) if kv_heads % n == 0)
     units = tiles // together
+    if problem.batch_invariant:  # all chunks or none: each is a split, of which a run of keys may touch one more
+        many = keys < 2 * CHUNK or units % threads == 0 or units >= UNITS_PER_THREAD * threads
+        splits = 1 if many else int(tables.tiles[:, 4].max()) * chunks(keys)
+        return WorkUnits(packed_heads, together, splits, tiles)
     while keys >= (splits + 1) * SPLIT and units * splits % threads and units * splits < UNITS_PER_THREAD * threads:
         splits += 1
     return WorkUnits(packed_heads, together, splits, tiles)
+
+
+def chunks(keys: int) -> int:
+    """The most chunks that a run of so many keys touches."""
+    return -(-keys // CHUNK) + 1
 
 
 def packs_heads(problem: Problem) -> bool:
@@ -321,11 +333,14 @@ def state_floats(problem: Problem) -> int:
 def scratch_bytes(problem: Problem) -> int:
     """Upper bound of the bytes of all threads' scratch memory, of heads that read in turns, and of splits' states."""
     threads, width = torch.get_num_threads(), padded_width(problem.head_dim)
-    floats = 5 * width * TILE + 6 * BLOCK * max(TILE, width) + MOST_TOGETHER * 2 * LANES * (problem.head_dim + 1)
+    floats = 5 * width * TILE + 6 * BLOCK * max(TILE, width) + MOST_TOGETHER * 2 * LANES * (width + 1)
     if problem.k_len >= 2 * SPLIT:
         # Pieces are added until there are UNITS_PER_THREAD for each thread; before the last, there were fewer.
         together = problem.heads if few_lanes(problem) and side_by_side(problem) else 1
         floats += together * 2 * UNITS_PER_THREAD * state_floats(problem)
+        if problem.batch_invariant:
+            runs = max(2, len(problem.pattern.branches))
+            floats += together * UNITS_PER_THREAD * runs * chunks(problem.k_len) * state_floats(problem)
     return 4 * threads * floats
 
 
@@ -353,7 +368,7 @@ def key_range(tables: NativeTables) -> tuple[int, int]:
 def threads_per_key_head(problem: Problem) -> int:
     """The number of threads per key head in a backward pass, each with its own sums."""
     units, threads = problem.batch * problem.kv_heads, torch.get_num_threads()
-    if units % threads == 0 or units >= UNITS_PER_THREAD * threads:
+    if problem.batch_invariant or units % threads == 0 or units >= UNITS_PER_THREAD * threads:
         return 1
     one = 8 * problem.batch * problem.k_len * problem.kv_heads * padded_width(problem.head_dim)
     return max(1, min(math.ceil(threads / units), -(-problem.q_len // TILE), SUM_BYTES // one))

@@ -51,12 +51,6 @@ class Amx {
         width = pairs;
         TileSizes(pairs).load();
     }
-    // Pairs in a row of A: as many as fit and divide the pairs of a head's row; 0 if those are too few to be worth it.
-    static int divisor(int pairs) {
-        for (int size = SIDE; size >= SIDE / 2; size--)
-            if (pairs % size == 0) return size;
-        return 0;
-    }
 
     // c[i][n] = or += the sum over l of a[i][l] * b[l][n], for M x N tile registers; strides in bytes, `steps` of `width` pairs
     template <int M, int N, bool ADD>
@@ -88,11 +82,13 @@ class Amx {
         if (M == 2) _tile_stored(2, lower, c_row);
         if (M == 2 && N == 2) _tile_stored(3, lower + CACHE_LINE, c_row);
     }
-    // The same for whole tile registers: `rows` and `columns` of c.
+    // The same for whole tile registers: `rows` and `columns` of c. The next rows, if any, are fetched meanwhile.
     template <bool ADD>
-    void product(const void* a, i64 a_row, const void* b, i64 b_row, void* c, i64 c_row, int rows, int columns, int steps) const {
+    void product(const void* a, i64 a_row, const void* b, i64 b_row, void* c, i64 c_row, int rows, int columns, int steps,
+                 Fetch* next = nullptr) const {
         asm volatile("" ::: "memory"); // compilers do not know that tile registers read and write memory
-        for (int i = 0; i < rows; i += 2 * SIDE)
+        for (int i = 0; i < rows; i += 2 * SIDE) {
+            fetch(next);
             for (int n = 0; n < columns; n += 2 * SIDE) {
                 const char *from = (const char*)a + i * a_row, *other = (const char*)b + n * 4;
                 char* to = (char*)c + i * c_row + n * 4;
@@ -102,27 +98,40 @@ class Amx {
                 else if (wide) few<1, 2, ADD>(from, a_row, other, b_row, to, c_row, steps);
                 else few<1, 1, ADD>(from, a_row, other, b_row, to, c_row, steps);
             }
+        }
         asm volatile("" ::: "memory");
     }
     static int whole(int count) { return (count + SIDE - 1) / SIDE * SIDE; }
+    // As many rows as tile registers hold.
+    static void fetch(Fetch* next) {
+        for (int line = 0; next && line < 2 * SIDE * next->lines; line++) next->fetch();
+    }
 
 public:
     Amx() = default;
     Amx(const Amx&) = delete;
     ~Amx() { if (width) _tile_release(); }
 
+    // Pairs in a row of A: as many as fit and divide the pairs of a head's row; 0 if those are too few to be worth it.
+    static int divisor(int pairs) {
+        for (int size = SIDE; size >= SIDE / 2; size--)
+            if (pairs % size == 0) return size;
+        return 0;
+    }
+
     static bool fits(int depth, int pitch) {
         return has_amx && pitch > FEW && depth <= DEEPEST && divisor(depth / 2) > 0;
     }
 
     // Dot: the scores of keys. Up to SIDE - 1 rows of `scores` past the last key are overwritten too.
-    void dot(Rows rows, int pairs, int pitch, const void* lanes, float* scores, int keys, int from, int to) {
+    void dot(Rows rows, int pairs, int pitch, const void* lanes, float* scores, int keys, int from, int to,
+             Fetch* next = nullptr) {
         resize(divisor(pairs));
         alignas(CACHE_LINE) char copies[SIDE * DEEPEST * 2];
         const int bytes = pairs * 4, in_place = rows.at ? 0 : keys / SIDE * SIDE;
         auto some = [&](int first, int count, const char* at, i64 row) {
             product<false>(at, row, (const float*)lanes + from * W, 4 * pitch, scores + first * pitch + from * W, 4 * pitch, count,
-                           (to - from) * W, pairs / width);
+                           (to - from) * W, pairs / width, next);
         };
         some(0, in_place, rows.data, rows.stride);
         for (int i = in_place; i < keys; i += SIDE) {
@@ -133,8 +142,9 @@ public:
     }
 
     // Mix: adds the block's rows of x, weighted by pairs of keys, to the sums. `weights` has room for a whole block.
-    void mix(const View& x, const Bf16* head, const Block& block, int depth, float* columns, int pitch, float* weights, float* sums) {
-        by_columns(x, head, block, depth, (u32*)columns);
+    void mix(const View& x, const Bf16* head, const Block& block, int depth, float* columns, int pitch, float* weights,
+             float* sums, Fetch* next = nullptr) {
+        by_columns(x, head, block, depth, (u32*)columns, next);
         const int pairs = (block.keys + 1) / 2, size = (block.to - block.from) * W;
         for (int t = pairs; t < whole(pairs); t++) std::memset(weights + t * pitch + block.from * W, 0, sizeof(float) * size);
         resize(SIDE);
@@ -164,9 +174,10 @@ public:
 
 private:
     // Pairs of keys of a block, COLUMNS of them for each entry of a row; zeros of hidden keys, and past the last one.
-    static void by_columns(const View& x, const Bf16* head, const Block& block, int depth, u32* to) {
+    static void by_columns(const View& x, const Bf16* head, const Block& block, int depth, u32* to, Fetch* next) {
         static const Bf16 zeros[DEEPEST] = {};
         for (int t = 0; t < block.keys; t += 2 * SIDE) {
+            fetch(next);
             const Bf16* rows[2 * SIDE];
             for (int i = 0; i < 2 * SIDE; i++)
                 rows[i] = t + i < block.keys && block.sees(t + i) ? head + block.key(t + i) * x.row : zeros;
@@ -193,6 +204,7 @@ private:
 #else
 struct Amx {
     static bool fits(int, int) { return false; }
+    static int divisor(int) { return 1; }
     template <class... X> void dot(const X&...) const {}
     template <class... X> void mix(const X&...) const {}
     template <class... X> int spread(const X&...) const { return 0; }

@@ -13,11 +13,12 @@ void dots(const Args& a, const Block& block, const E* k, const E* v, Rows kr, Ro
     if (is_ahead<E>(a, block)) {
         Fetch next_k = rows_after(block, own_rows(a.k, k, block), a.head_dim * sizeof(E));
         Fetch next_v = rows_after(block, own_rows(a.v, v, block), a.head_dim * sizeof(E));
-        multiply(Dot<Op, Fetch>{kr, steps, T, s.q, s.scores, next_k}, block.keys, block.from, block.to);
-        multiply(Dot<Op, Fetch>{vr, steps, T, s.grad, s.other, next_v}, block.keys, block.from, block.to);
+        const bool same = a.invariant != 0;
+        multiply(Dot<Op, Fetch>{kr, steps, T, s.q, s.scores, next_k, same}, block.keys, block.from, block.to);
+        multiply(Dot<Op, Fetch>{vr, steps, T, s.grad, s.other, next_v, same}, block.keys, block.from, block.to);
     } else {
-        dot<Op>(kr, vr, block.listed, steps, T, s.q, s.scores, block.keys, block.from, block.to);
-        dot<Op>(vr, vr, 0, steps, T, s.grad, s.other, block.keys, block.from, block.to);
+        dot<Op>(kr, vr, block.listed, steps, T, s.q, s.scores, block.keys, block.from, block.to, a.invariant != 0);
+        dot<Op>(vr, vr, 0, steps, T, s.grad, s.other, block.keys, block.from, block.to, a.invariant != 0);
     }
 }
 // Adds to dq; the next block's rows of dk and dv are fetched.
@@ -154,6 +155,11 @@ template <class Products> void weigh_again(const Args& a, const Tile& tile, i64 
     const double slack = (4 + std::sqrt((double)a.head_dim)) * ROUNDING;
     for (int i = 0; i < T; i++) {
         double own = (double)s.peak[i] * products.unit + std::log2(s.total[i]), all = a.lse[a.lse_row(b, h) + s.at[i]] * LOG2_E;
+        if (!(std::fabs(all) > ROUGH * LOG2_E)) { // as in a tile without such scores
+            s.peak[i] = 0.0f;
+            s.total[i] = s.dead[i] ? NEVER : (float)all;
+            continue;
+        }
         bool keyless = s.dead[i] || s.total[i] == 0.0f, rounded = !a.more_keys || all - own < std::fabs(all) * slack;
         if (keyless) s.peak[i] = 0.0f;
         s.total[i] = keyless ? NEVER : (float)(std::log2(s.total[i]) + (rounded ? 0.0 : all - own));
@@ -194,9 +200,9 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
             vec x = load(s.scores + t * T + n * W);
             p = exp2_((x - load(s.peak + n * W)) * unit - load(s.total + n * W));
             vec dp = load(s.other + t * T + n * W);
-            if (a.dropped) dp = kept(s.kept[t], n, dp * gain);
+            if (a.dropped) dp = kept(s.drawn[t], n, dp * gain);
             ds = p * (dp - load(s.delta + n * W));
-            if (a.dropped) p = kept(s.kept[t], n, p * gain);
+            if (a.dropped) p = kept(s.drawn[t], n, p * gain);
             if (a.dbias) add_dbias(a, s, block, b, h, t, n, count, ds);
             if (share != 0.0f) ds *= larger(splat(1.0f) - x * share * (x * share), vec{}); // 0 where x is -inf
             ds *= scale;

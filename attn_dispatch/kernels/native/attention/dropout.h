@@ -75,12 +75,12 @@ INLINE u64 draw(lvec first, u32 key, u32 row, u64 seed, u16 limit) {
 inline void draw_kept(const Args& a, Scratch& s, const Block& block, i64 b, i64 h) {
     if (!a.dropped) return;
     const u32 row = (u32)((a.first_row + b) * a.heads + h);
-    std::fill_n(s.kept, block.keys, 0);
+    std::fill_n(s.drawn, block.keys, 0);
     for (int lane = block.from * W / SHARE * SHARE; lane < std::min(block.to * W, s.lanes); lane += SHARE) {
         lvec first;
         for (int i = 0; i < DRAWS; i++) first[i] = (u64)s.at[lane + i * DRAWN];
         for (int t = 0; t < block.keys; t++)
-            s.kept[t] |= draw(first, (u32)block.key(t), row, a.seed, (u16)a.dropped) << lane;
+            s.drawn[t] |= draw(first, (u32)block.key(t), row, a.seed, (u16)a.dropped) << lane;
     }
 }
 

@@ -9,22 +9,51 @@
 namespace {
 
 // The products of very few queries, with vectors along d: of most lanes of a vector of queries, nothing would be used.
+#if defined(__AVX512F__)
+// Inside, denormal numbers are 0, as for tile registers.
+struct NoDenormals {
+    unsigned before = _mm_getcsr();
+
+    NoDenormals() { _mm_setcsr(before | 0x8040); }
+    ~NoDenormals() { _mm_setcsr(before); }
+};
+#endif
 constexpr int GROUP = 4; // queries and keys of a register tile, and its vectors of V
 template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     using Weights = std::conditional_t<PAIRS, RowPairs, FloatRows>;
     using Product = std::conditional_t<PAIRS, RowProduct, Single>;
     using KeyHead<E>::a, KeyHead<E>::s, KeyHead<E>::k, KeyHead<E>::v, KeyHead<E>::depth, KeyHead<E>::unit;
     const int groups;
+    const bool apart; // whether sums are those of tile registers
 
-    static bool fits(const Args& a, const Scratch& s) {
-        return s.lanes <= 2 * GROUP && a.head_dim % ((PAIRS ? 2 : 1) * W) == 0 && !a.order;
+    // Whether what is added here, and in which order, is what key_head.h adds.
+    static bool has_order(const Args& a) {
+#if defined(__AVX512F__)
+        const bool paired = HAS_ROW_PAIRS && std::is_same_v<E, Bf16> && a.head_dim % 2 == 0;
+        return paired == PAIRS;
+#else
+        return false;
+#endif
     }
-    Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP) {
-        std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
+    static bool as_tiles(const Args& a) { return PAIRS && a.invariant && Amx::fits((int)a.head_dim, T); }
+    static bool fits(const Args& a, const Scratch& s) {
+        const int step = PAIRS && !as_tiles(a) ? 2 * W : W;
+        return s.lanes <= 2 * GROUP && a.head_dim % step == 0 && !a.order && (!a.invariant || has_order(a));
+    }
+    Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP),
+          apart(as_tiles(a)) {
+        if (!a.invariant) std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
     }
     void begin(i64 b, i64 h) {
         const E* q = head_of<E>(a.q, b, h);
         float factor = (float)(a.scale * LOG2_E);
+#if defined(HAS_AMX)
+        if constexpr (PAIRS)
+            if (apart) {
+                unit = pack_pairs(a.q, q, s, depth, factor, s.q);
+                return;
+            }
+#endif
         if (PAIRS) { // as pack_pairs() has them
             unit = factor == 0.0f ? 1.0f : std::fabs(factor);
             float sign = factor == 0.0f ? 0.0f : factor < 0.0f ? -1.0f : 1.0f;
@@ -79,8 +108,84 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
             if (keys == GROUP) dot<GROUP>(rows, t, lane, next);
             else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane, next);
     }
+#if defined(__AVX512F__)
+    // Scores of the keys of a block for N lanes, with keys along the lanes of a vector: d is added in the order of Dot.
+    template <int N> void in_order(const Block& block, i64 next) const {
+        constexpr int EACH = PAIRS ? 2 : 1;
+        for (int t = 0; t < block.keys; t += W) {
+            const E* rows[W];
+            vec sum[N] = {};
+            for (int i = 0; i < W; i++) rows[i] = row(a.k, k, block, std::min(t + i, block.keys - 1));
+            for (int d = 0; d < depth; d += W * EACH) {
+                vec square[W];
+                UNROLL for (int i = 0; i < W; i++) {
+                    if (d * sizeof(E) % CACHE_LINE == 0) fetch((const char*)(rows[i] + d) + next);
+                    if constexpr (PAIRS) square[i] = load(rows[i] + d);
+                    else square[i] = wide(rows[i] + d);
+                }
+                transpose(square);
+                UNROLL for (int i = 0; i < W; i++)
+                    UNROLL for (int n = 0; n < N; n++) {
+                        vec query = Product::spread(s.q + (n * depth + d) / EACH + i);
+                        sum[n] = Product::add(sum[n], query, square[i]);
+                    }
+            }
+            for (int i = 0; i < std::min(W, block.keys - t); i++) {
+                float* to = s.scores + (t + i) * s.pitch;
+                store(to, vec{}); // unused lanes
+                for (int n = 0; n < N; n++) to[n] = sum[n][i];
+            }
+        }
+    }
+    // The floats of pairs.
+    static vec first_of(vec x) { return (vec)((ivec)x << 16); }
+    static vec second_of(vec x) { return (vec)((ivec)x & -65536); }
+
+    // Adds the values of a part of a block as tile registers do: those of even and odd keys apart.
+    template <int L, int N> void add_apart(const Block& block, int lane, int d, i64 next) const {
+        vec even[L][N] = {}, odd[L][N] = {};
+        for (int t = 0; t < block.keys; t += 2) {
+            const E *first = row(a.v, v, block, t) + d, *second = row(a.v, v, block, t + 1) + d;
+            bool one = !block.hidden || block.sees(t), other = t + 1 < block.keys && (!block.hidden || block.sees(t + 1));
+            UNROLL for (int n = 0; n < N; n++) {
+                if (next && n % 2 == 0)
+                    for (const E* x : {first, second}) fetch((const char*)(x + n * W) + next);
+                vec x = one ? wide(first + n * W) : vec{}, y = other ? wide(second + n * W) : vec{};
+                UNROLL for (int i = 0; i < L; i++) {
+                    vec weights = splat(s.other[t / 2 * s.pitch + lane + i]);
+                    even[i][n] += x * first_of(weights);
+                    odd[i][n] += y * second_of(weights);
+                }
+            }
+        }
+        UNROLL for (int i = 0; i < L; i++)
+            UNROLL for (int n = 0; n < N; n++) {
+                float* to = s.sums + (lane + i) * depth + d + n * W;
+                store(to, load(to) + (even[i][n] + odd[i][n]));
+            }
+    }
+    void mix_apart(const Block& block, i64 next) const {
+        for (int lane = 0; lane < groups * GROUP; lane += GROUP, next = 0)
+            for (int d = 0; d < depth; d += 2 * W) {
+                const bool one = s.lanes == 1, two = d + W < depth;
+                if (one && two) add_apart<1, 2>(block, lane, d, next);
+                else if (one) add_apart<1, 1>(block, lane, d, next);
+                else if (two) add_apart<GROUP, 2>(block, lane, d, next);
+                else add_apart<GROUP, 1>(block, lane, d, next);
+            }
+    }
+#endif
     void score(const Block& block) const {
         const i64 next = ahead(a.k, block);
+#if defined(__AVX512F__)
+        if (apart) {
+            const Rows rows = own_rows(a.k, k, block);
+            Fetch after = rows_after(block, rows, depth * sizeof(E), FEW_KEYS);
+            return s.amx.dot(rows, depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to, &after);
+        }
+        if (a.invariant && s.lanes == 1) return in_order<1>(block, next);
+        if (a.invariant) return s.lanes <= GROUP ? in_order<GROUP>(block, next) : in_order<2 * GROUP>(block, next);
+#endif
         for (int t = 0; t < block.keys; t += GROUP) {
             int keys = std::min(GROUP, block.keys - t);
             const E* rows[GROUP];
@@ -158,6 +263,12 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
 #endif // __ARM_
     void mix(const Block& block) const {
         const i64 next = ahead(a.v, block);
+#if defined(__AVX512F__)
+        if (apart) {
+            NoDenormals here;
+            return mix_apart(block, next);
+        }
+#endif
         if (!copies()) return mixed(block, row(a.v, v, block, 0), block.run.step * a.v.row, next);
         for (int t = 0; t < block.keys; t++) copy(row(a.v, v, block, t), s.values + t * depth, next);
         mixed(block, s.values, depth, 0);
@@ -175,9 +286,11 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     }
 };
 // Of each element type: bfloat16 in pairs where the processor has them and rows are whole vectors of pairs.
-template <class E> bool is_rowwise(const Args& a, const Scratch& s) { return Rowwise<E>::fits(a, s); }
 template <class E> bool is_rowwise_pairs(const Args& a, const Scratch& s) {
     return HAS_ROW_PAIRS && std::is_same_v<E, Bf16> && Rowwise<E, true>::fits(a, s);
+}
+template <class E> bool is_rowwise(const Args& a, const Scratch& s) {
+    return Rowwise<E>::fits(a, s) || is_rowwise_pairs<E>(a, s);
 }
 
 } // namespace

@@ -27,9 +27,13 @@ template <class E> struct KeyHead {
     }
     template <class Op> void dot(const Block& block, Rows rows, int steps) const {
         if (!is_ahead(block))
-            ::dot<Op>(rows, own_rows(a.v, v, block), block.listed, steps, s.pitch, s.q, s.scores, block.keys, block.from, block.to);
-        else
-            multiply(Dot<Op, Fetch>{rows, steps, s.pitch, s.q, s.scores, next_rows(a.k, k, block)}, block.keys, block.from, block.to);
+            ::dot<Op>(rows, own_rows(a.v, v, block), block.listed, steps, s.pitch, s.q, s.scores, block.keys, block.from,
+                      block.to, a.invariant != 0);
+        else {
+            Fetch next = next_rows(a.k, k, block);
+            Dot<Op, Fetch> product{rows, steps, s.pitch, s.q, s.scores, next, a.invariant != 0};
+            multiply(product, block.keys, block.from, block.to);
+        }
     }
     template <class Op> void add(const Block& block, Rows rows, int steps, const float* weights) const {
         if (!is_ahead(block)) multiply(Mix<Op>{rows, steps, s.pitch, weights, s.sums}, depth, block.from, block.to);
@@ -55,16 +59,21 @@ struct Paired : KeyHead<Bf16> {
     using Weights = Pairs;
     using KeyHead<Bf16>::KeyHead;
 
+    bool uses_amx() const { return Amx::fits(depth, a.invariant ? T : s.pitch); }
     void begin(i64 b, i64 h) {
         unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q);
     }
     void score(const Block& block) {
         Rows rows = own_rows(a.k, k, block);
-        if (!Amx::fits(depth, s.pitch)) return dot<Pair>(block, rows, depth / 2);
-        s.amx.dot(rows, depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to);
+        if (!uses_amx()) return dot<Pair>(block, rows, depth / 2);
+        Fetch after = next_rows(a.k, k, block), *next = s.pitch > FEW ? nullptr : &after;
+        s.amx.dot(rows, depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to, next);
     }
     void mix(const Block& block) {
-        if (Amx::fits(depth, s.pitch)) return s.amx.mix(a.v, v, block, depth, s.values, s.pitch, s.other, s.sums);
+        if (uses_amx()) {
+            Fetch after = next_rows(a.v, v, block), *next = s.pitch > FEW ? nullptr : &after;
+            return s.amx.mix(a.v, v, block, depth, s.values, s.pitch, s.other, s.sums, next);
+        }
         key_pairs(a.v, v, block, depth, (u32*)s.values);
         add<Pair>(block, {(const char*)s.values, 4 * depth}, (block.keys + 1) / 2, s.other);
     }

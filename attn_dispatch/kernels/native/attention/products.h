@@ -109,6 +109,7 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
     const void* lanes;
     float* scores;
     mutable Ahead ahead = {};
+    bool invariant = false; // whether the number of lanes changes no order of sums
     static constexpr int TALL = TALL_ROWS;
     static constexpr bool ALL_TALL = true; // the last rows too: equal keys get equal scores, added in one order
 
@@ -132,10 +133,14 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * pitch + (n0 + n) * W, sum[i][n]);
     }
-    // Up to TALL rows for one vector of lanes; even and odd entries have sums of their own. More rows that lie a power of two
-    // apart would share one set of the L1 cache.
+    // Up to TALL rows for one vector of lanes; even and odd entries have sums of their own, unless `invariant`. More rows that
+    // lie a power of two apart would share one set of the L1 cache.
     template <int M> void tall(int i0, int n0) const {
-        constexpr int EACH = 2, NEAR = LISTED ? 1 : 3; // an address has a register and up to twice another one
+        if (invariant) tall_sums<M, 1>(i0, n0);
+        else tall_sums<M, 2>(i0, n0);
+    }
+    template <int M, int EACH> void tall_sums(int i0, int n0) const {
+        constexpr int NEAR = LISTED ? 1 : 3; // an address has a register and up to twice another one
         vec sum[EACH][M] = {};
         const i64 step = rows.stride, size = pitch;
         const char* row[(M + NEAR - 1) / NEAR];
@@ -155,7 +160,10 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
             UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] += EACH * 4;
         }
         ahead = next;
-        UNROLL for (int i = 0; i < M; i++) store(scores + (i0 + i) * size + n0 * W, sum[0][i] + sum[1][i]);
+        UNROLL for (int i = 0; i < M; i++) {
+            if (EACH > 1) sum[0][i] += sum[EACH - 1][i];
+            store(scores + (i0 + i) * size + n0 * W, sum[0][i]);
+        }
     }
 };
 
@@ -268,10 +276,11 @@ template <class P> void multiply(const P& product, int count, int from, int to) 
 
 // Scores of keys; `next` are their values, which are read after them.
 template <class Op>
-void dot(Rows rows, Rows next, int listed, int depth, int pitch, const void* lanes, float* scores, int keys, int from, int to) {
-    if (!rows.at) return multiply(Dot<Op>{rows, depth, pitch, lanes, scores}, keys, from, to);
+void dot(Rows rows, Rows next, int listed, int depth, int pitch, const void* lanes, float* scores, int keys, int from, int to,
+         bool invariant) {
+    if (!rows.at) return multiply(Dot<Op>{rows, depth, pitch, lanes, scores, {}, invariant}, keys, from, to);
     FetchListed ahead{rows, next, listed, (depth * 4 + CACHE_LINE - 1) / CACHE_LINE};
-    multiply(Dot<Op, FetchListed, true>{rows, depth, pitch, lanes, scores, ahead}, keys, from, to);
+    multiply(Dot<Op, FetchListed, true>{rows, depth, pitch, lanes, scores, ahead, invariant}, keys, from, to);
 }
 
 template <class Op>

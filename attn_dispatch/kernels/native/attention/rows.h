@@ -17,13 +17,15 @@ struct Scratch {
     i64 at[T];   // positions of the queries; unused lanes repeat the last query, and their results are dropped
     i64 head[T]; // heads, counted from the tile's first
     bool dead[T]; // unused lanes, and queries without keys
-    u64 kept[KEYS]; // with dropout, of each key of a block the lanes that keep its weight
+    u64 drawn[KEYS]; // with dropout, of each key of a block the lanes that keep its weight
+    float* kept = nullptr; // of each head, the softmax over the chunks before: peaks, totals and sums
+    float* shared_scores, *shared_other; // of one head
     int width; // of a padded row
     int pitch = T; // lanes from one row of lanes to the next
     int lanes = 0; // that are used
     Amx amx;
 
-    Scratch(int depth, int heads) : width((depth + W - 1) / W * W) {
+    Scratch(int depth, int heads, bool keeps = false) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
         i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes};
         float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows};
@@ -31,7 +33,8 @@ struct Scratch {
         for (i64 size : sizes) all += size;
         memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
         if (heads > 1) own = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * own_size(depth));
-        if (!memory || (heads > 1 && !own)) {
+        if (keeps) kept = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * heads * kept_size(depth, heads));
+        if (!memory || (heads > 1 && !own) || (keeps && !kept)) {
             std::free(memory);
             memory = nullptr;
             return;
@@ -40,6 +43,8 @@ struct Scratch {
         for (int i = 0; i < 9; i++) { *parts[i] = next; next += sizes[i]; }
         shared_q = q;
         shared_sums = sums;
+        shared_scores = scores;
+        shared_other = other;
     }
     Scratch(const Scratch&) = delete;
     void place(const Args& a, const Tile& tile, i64 packed_heads) {
@@ -51,22 +56,39 @@ struct Scratch {
         }
     }
     i64 row(const View& x, int i) const { return at[i] * x.row + head[i] * x.head; }
-    static i64 own_size(int depth) { return 2 * FEW * (depth + 1); }
+    // Tile registers write whole ones.
+    static i64 own_size(int depth) { return 2 * FEW * ((depth + FEW - 1) / FEW * FEW + 1); }
+    static constexpr i64 FEW_SCORES = (KEYS + FEW) * FEW; // of a head that reads blocks in turns
+    static i64 kept_size(int depth, int heads) { return 2 * T + (heads > 1 ? depth * FEW + 2 * FEW_SCORES : depth * T); }
     void select(int head, int depth) {
         q = own + head * own_size(depth);
         sums = q + FEW * depth;
-        peak = sums + FEW * depth;
+        peak = own + (head + 1) * own_size(depth) - 2 * FEW;
         total = peak + FEW;
+    }
+    // The scores and weights of a head, of keys from one of a block on.
+    void select_scores(int head, int depth, int heads, int from) {
+        float* some = heads > 1 ? kept + (head + 1) * kept_size(depth, heads) - 2 * FEW_SCORES : nullptr;
+        scores = (some ? some : shared_scores) + from * pitch;
+        other = (some ? some + FEW_SCORES : shared_other) + from / 2 * pitch;
+    }
+    void clear(int depth) {
+        std::fill_n(peak, pitch, NONE);
+        std::fill_n(total, pitch, 0.0f);
+        std::memset(sums, 0, sizeof(float) * depth * pitch);
     }
     void select_shared() {
         q = shared_q;
         sums = shared_sums;
         peak = peaks;
         total = totals;
+        scores = shared_scores;
+        other = shared_other;
     }
     ~Scratch() {
         std::free(memory);
         std::free(own);
+        std::free(kept);
     }
 };
 

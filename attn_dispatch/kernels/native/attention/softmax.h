@@ -107,6 +107,48 @@ struct NoSums {
     static void scale_sums(const Scratch&, int, vec, int) {}
 };
 
+// The softmax over some keys: for each lane the maximum, the sum of the weights, and that of the weighed values, [d][lane] or
+// [lane][d] if `rows`.
+struct Sums {
+    float *peak, *total, *values;
+
+    Sums(float* state) : peak(state), total(state + T), values(state + 2 * T) {}
+    Sums(const Scratch& s) : peak(s.peak), total(s.total), values(s.sums) {}
+    void select(Scratch& s) const { s.peak = peak, s.total = total, s.sums = values; }
+
+    void copy(const Sums& other, int pitch, int depth) {
+        std::memcpy(peak, other.peak, sizeof(float) * pitch);
+        std::memcpy(total, other.total, sizeof(float) * pitch);
+        std::memcpy(values, other.values, sizeof(float) * depth * pitch);
+    }
+    // Adds those of later keys.
+    void add(const Sums& other, int pitch, int depth, bool rows, float unit) {
+        float fade[2][T];
+        for (int n = 0; n < pitch; n += W) {
+            vec old = load(peak + n), own = load(other.peak + n), most = larger(old, own);
+            vec base = most == splat(NONE) ? vec{} : most;
+            store(fade[0] + n, exp2_((old - base) * unit));
+            store(fade[1] + n, exp2_((own - base) * unit));
+            store(peak + n, most);
+        }
+        for (int i = 0; i < 2; i++) { // products first, so that compilers fuse the same ones everywhere
+            add_scaled(total, i ? other.total : nullptr, fade[i], pitch, 1, false);
+            add_scaled(values, i ? other.values : nullptr, fade[i], pitch, depth, rows);
+        }
+    }
+
+private:
+    // to = to * factor, or to + other * factor
+    static void add_scaled(float* to, const float* other, const float* factor, int pitch, int depth, bool rows) {
+        for (int i = 0; i < (rows ? pitch : depth); i++)
+            for (int n = 0; n < (rows ? depth : pitch); n += W) {
+                const i64 at = (i64)i * (rows ? depth : pitch) + n;
+                const vec by = rows ? splat(factor[i]) : load(factor + n);
+                store(to + at, other ? load(to + at) + load(other + at) * by : load(to + at) * by);
+            }
+    }
+};
+
 // Turns scores into weights relative to the running maximum, and rescales earlier sums. `unit` scales scores to powers of 2.
 // DROPS: weights that are dropped count in the total.
 template <class Form, bool DROPS = false> void weigh(const Block& block, float unit, int depth, Scratch& s) {
@@ -120,7 +162,7 @@ template <class Form, bool DROPS = false> void weigh(const Block& block, float u
         Form::put(s, block, n, [&](int t) {
             vec p = exp2_((load(x + t * s.pitch) - base) * unit);
             total += p;
-            return DROPS ? kept(s.kept[t], n, p) : p;
+            return DROPS ? kept(s.drawn[t], n, p) : p;
         });
         store(s.peak + n * W, peak);
         store(s.total + n * W, total);

@@ -47,6 +47,7 @@ struct Args {
     // Dropout: of 65536 numbers those below `dropped` drop a weight; the batch row of the first one here, in the whole call.
     i64 dropped, first_row;
     u64 seed;
+    i64 invariant; // whether the results of a row have the same bits whatever is computed with it: see each_block
 
     // Floats of what a split leaves: peaks, totals and sums by lane, and the unit of scores.
     i64 state_size() const { return 2 * T + head_dim * std::min<i64>(T, (packed_heads * q_len + W - 1) / W * W) + 1; }
@@ -99,6 +100,8 @@ struct Block {
     const Tile& tile;
     const Run& run;
     i64 t, limit;
+    i64 first = 0, full_first = 0, full_last = 0; // keys of the run from which on some lane sees them, and that all do
+    i64 chunk = 0; // of the keys that the tile reads, with `invariant`
     const u8* seen;        // by position, or null
     const i32* positions;  // of the keys, or null where they are an arithmetic progression
     const u64* lanes;      // bit mask of the lanes that see each key, or null
@@ -111,8 +114,10 @@ struct Block {
     Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 end, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(nullptr), lanes(nullptr),
           run_lanes(a.run_lanes ? a.run_lanes[&run - a.runs] : ~(u64)0), packed_heads(a.packed_heads),
-          keys((int)std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS})), from(0),
+          keys((int)(a.invariant ? end - t : std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS}))),
+          from(0),
           to((int)(tile.count * packed_heads + W - 1) / W), pitch(pitch), partial(span.partial(t, keys)), hidden(false) {
+        first = span.first, full_first = span.full_first, full_last = span.full_last;
         find_hidden();
         if (!partial || pitch <= FEW) return; // of a few queries, all are weighed
         // Lanes' bounds increase with the key: the first key has the lowest lane, the last key the highest.
@@ -128,10 +133,18 @@ struct Block {
         listed = (int)(last.key + last.count - run.key - t);
         find_hidden();
     }
+    // Some of its keys, of one that is not listed.
+    Block part(int from) const {
+        Block some = *this;
+        some.t += from;
+        some.keys = std::min(keys - from, FEW_KEYS);
+        return some;
+    }
     i64 key(int i) const { return positions ? positions[i] : run.key + (t + i) * run.step; }
 
-    bool sees(int i) const { return key(i) < limit && (!seen || seen[key(i)]); }
+    bool sees(int i) const { return t + i >= first && key(i) < limit && (!seen || seen[key(i)]); }
     void find_hidden() {
+        hidden = t < first; // as a block may, to begin at its place
         if (!seen && !positions) return; // without a mask, the keys of a run with steps are below the limit
         for (int i = 0; i < keys; i++) hidden |= !sees(i);
     }
@@ -150,6 +163,7 @@ struct Block {
         ivec first;
         for (int i = 0; i < W; i++) first[i] = i;
         for (int i = 0; i < keys; i++) {
+            if (t + i >= full_first && t + i < full_last) continue;
             Lanes see(tile, run, t + i, packed_heads);
             for (int n = from; n < to; n++) {
                 ivec lane = first + n * W;
@@ -174,9 +188,20 @@ struct Block {
     }
 };
 
-// Calls `visit` with every block of keys that a tile reads, in one of the splits of each run.
+// The first key of a run that the mask does not hide: keys before it, as of padding, do not move blocks.
+inline i64 first_seen(const Args& a, const Run& run, i64 b) {
+    const u8* seen = a.seen_in(b);
+    if (!seen || run.step != 1) return 0;
+    const void* found = std::memchr(seen + run.key, 1, run.count);
+    return found ? (const u8*)found - (seen + run.key) : 0;
+}
+
+// Calls `visit` with every block of keys that a tile reads, in one of the splits of each run. With `invariant`, blocks
+// and chunks begin at places of a run that do not depend on the tile: the keys of a query are added in one order,
+// whatever others see. A split is a chunk then.
 template <class F>
 void each_block(const Args& a, const Tile& tile, i64 b, int pitch, i64 split, i64 splits, const F& visit) {
+    i64 chunk = -1;
     for (i64 r = tile.run; r < tile.run + tile.runs; r++) {
         const Run& run = a.runs[r];
         if (run.is_listed()) {
@@ -188,6 +213,22 @@ void each_block(const Args& a, const Tile& tile, i64 b, int pitch, i64 split, i6
             continue;
         }
         Span span(tile, run, a.keys_of(b));
+        if (a.invariant) {
+            const i64 origin = first_seen(a, run, b), first = std::max(span.first, origin);
+            i64 before = -1, end;
+            for (i64 t = first - (a.dtype == 1 ? (first - origin) % TILE_KEYS : 0); t < span.last; t = end) {
+                end = std::min(span.last, t + KEYS - (t - origin) % KEYS);
+                if (i64 own = (t - origin) / CHUNK; own != before) {
+                    chunk++;
+                    before = own;
+                }
+                if (splits > 1 && std::min(chunk, splits - 1) != split) continue;
+                Block block(a, tile, run, span, t, end, b, pitch);
+                block.chunk = chunk;
+                visit(block);
+            }
+            continue;
+        }
         i64 all = std::max<i64>(0, span.last - span.first), end = span.first + all * (split + 1) / splits;
         for (i64 t = span.first + all * split / splits; t < end;) {
             Block block(a, tile, run, span, t, end, b, pitch);
