@@ -99,8 +99,8 @@ def attend(
         key_lens: [batch] int32 or int64: each row's keys, of which the last is aligned with the last query, as in
             a cache whose rows are filled to different lengths. What follows them is not read. The host reads them
             unless they are on a GPU and a backend takes them there, which clamps them to 0..k_len.
-        alignment: "lower_right", or "upper_left", which aligns the first query with the first key, for causal `Dense`
-            and `Window`.
+        alignment: "lower_right", or "upper_left", which aligns the first query with the first key, for causal
+            `Dense` and `Window`.
         first_head, all_heads: where q, k and v hold a share of the heads, as on a rank of a program that shards them:
             the number of q's first head, and of all heads. Patterns that differ by head go by these numbers.
 

@@ -412,8 +412,9 @@ process_state.register(process_state.ON_DEVICE, _calls_at_once.clear)
 def all_documents(
     resolved: ResolvedCall, call: Call, given: Documents, known: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """out [batch, len, heads, head_dim] and lse of a backend that takes all documents. Rows that differ are computed as
-    one.
+    """out [batch, len, heads, head_dim] and lse of a backend that takes all documents.
+
+    Rows that differ are computed as one.
 
     Args:
         known: out and lse, which are then not computed.

@@ -65,8 +65,8 @@ def in_context_parallel(call: Call) -> Rewritten | None:
 def as_operator(call: Call) -> Rewritten | None:
     """Where a call is traced, or a dispatch mode sees it: one operator, which is this call when it runs.
 
-    Selective checkpoints see one for each run of a backend: of several, a backward pass would compute saved results
-    again.
+    Selective checkpoints see one for each run of a backend: of several, a backward pass would compute again what
+    was saved.
     """
     if operators.applies(call) and (tracing.is_traced(*call.qkv) or packing.is_one(call)):
         return Rewritten([], lambda _: operators.attend_by_operator(call))

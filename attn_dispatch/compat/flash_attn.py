@@ -180,7 +180,7 @@ def flash_attn_with_kvcache(
         shape = [batch, new, *(k_cache if name == "k" else v_cache).shape[2:]]
         if x is not None and (list(x.shape) != shape or x.dtype != q.dtype or x.device != q.device):
             got = f"{list(x.shape)}, {x.dtype}, on {x.device}"
-            raise InvalidInput(f"{name} must be {shape}, {q.dtype}, on {q.device}, as q and the cache are, got {got}")
+            raise InvalidInput(f"{name} must be {shape}, {q.dtype}, on {q.device}, as the cache is, got {got}")
     k_len, pattern = k_cache.shape[1], _pattern(causal, window_size)
     lengths = _row_numbers("cache_seqlens", cache_seqlens, batch, k_len - new, q.device)
     rows = _row_numbers("cache_batch_idx", cache_batch_idx, batch, len(k_cache) - 1, q.device)
@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
 
 
 def _row_numbers(name: str, x: Any, batch: int, most: int, device: torch.device) -> Tensor | None:
-    """An argument of one number for each row of the batch, int64. Raises InvalidInput; on a GPU values are not read."""
+    """An argument of one number for each row, int64. Raises InvalidInput; on a GPU values are not read."""
     if x is None:
         return None
     if not isinstance(x, Tensor):
@@ -226,7 +226,7 @@ def _row_numbers(name: str, x: Any, batch: int, most: int, device: torch.device)
 
 
 def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [batch, len, heads, head_dim], turned in pairs by the rows of cos and sin at positions [batch, len or 1]."""
+    """x [batch, len, heads, head_dim], turned in pairs by cos and sin at positions [batch, len or 1]."""
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(table, Tensor) or table.shape != cos.shape or table.ndim != 2:
             raise InvalidInput(f"{name} must be a tensor [positions, half of the rotated dimensions]")

@@ -34,8 +34,8 @@ def na2d(query: Tensor, key: Tensor, value: Tensor, kernel_size: Any, stride: An
     Args:
         query: [batch, x, y, heads, head_dim]. key, value: [batch, x, y, kv_heads, head_dim].
         kernel_size, stride, dilation, is_causal: one for each axis, or one for all.
-        additional_keys, additional_values: [batch, tokens, kv_heads, head_dim]; both or none. Two results are joined,
-            each rounded to the inputs' dtype.
+        additional_keys, additional_values: [batch, tokens, kv_heads, head_dim]; both or none. Two results are
+            joined, each rounded to the inputs' dtype.
         return_lse: return (out, lse); lse is [batch, x, y, heads].
 
     Raises:

@@ -166,7 +166,7 @@ def parts_of(model: nn.Module) -> list[Part]:
     return [part for part in found.values() if part.config is not None]
 
 
-# --- what the code of a layer names -----------------------------------------------------------------------------------
+# --- what the code of a layer names ---------------------------------------------------------------------------
 
 
 def asks(layer: type) -> bool:
@@ -225,7 +225,7 @@ def _of_code(code: CodeType) -> Iterator[str]:
             yield from _of_code(inner)
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- what is said ---------------------------------------------------------------------------------------------
 
 
 def _refuse_ignorant(parts: list[Part], name: str) -> None:
