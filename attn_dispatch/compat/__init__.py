@@ -10,6 +10,12 @@ from attn_dispatch.compat.sdpa import scaled_dot_product_attention
 from attn_dispatch.compat.xformers import memory_efficient_attention
 
 __all__ = [
-    "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "memory_efficient_attention", "na1d",
-    "na2d", "na3d", "scaled_dot_product_attention",
-]  # fmt: skip
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "memory_efficient_attention",
+    "na1d",
+    "na2d",
+    "na3d",
+    "scaled_dot_product_attention",
+]

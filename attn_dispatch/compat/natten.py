@@ -6,6 +6,7 @@ Source of the interface: SHI-Labs/NATTEN, natten/functional.py of 0.21.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,67 +18,64 @@ from attn_dispatch.kernels.numerics import merge
 from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.pattern import Neighborhood
 
+DOC = """natten.na{axes}d: each query sees its neighbours, and all of the additional keys.
 
-def na1d(query: Tensor, key: Tensor, value: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1,
-         is_causal: Any = False, scale: float | None = None, additional_keys: Tensor | None = None,
-         additional_values: Tensor | None = None, *, return_lse: bool = False) -> Any:  # fmt: skip
-    """natten.na1d: `na2d` of tokens [batch, x, heads, head_dim]."""
-    near = kernel_size, stride, dilation, is_causal
-    return _neighborhood(1, query, key, value, near, scale, additional_keys, additional_values, return_lse)
+Args:
+    query: [batch, {names}, heads, head_dim]. key, value: [batch, {names}, kv_heads, head_dim].
+    kernel_size, stride, dilation, is_causal: one for each axis, or one for all.
+    scale: factor of the scores; `head_dim ** -0.5` by default.
+    additional_keys, additional_values: [batch, tokens, kv_heads, head_dim]; both or none. Two results are then joined,
+        each rounded to the inputs' dtype.
+    return_lse: return (out, lse); lse is [batch, {names}, heads].
 
-
-def na2d(query: Tensor, key: Tensor, value: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1,
-         is_causal: Any = False, scale: float | None = None, additional_keys: Tensor | None = None,
-         additional_values: Tensor | None = None, *, return_lse: bool = False) -> Any:  # fmt: skip
-    """natten.na2d: each query sees its neighbours, and all of the additional keys.
-
-    Args:
-        query: [batch, x, y, heads, head_dim]. key, value: [batch, x, y, kv_heads, head_dim].
-        kernel_size, stride, dilation, is_causal: one for each axis, or one for all.
-        additional_keys, additional_values: [batch, tokens, kv_heads, head_dim]; both or none. Two results are
-            joined, each rounded to the inputs' dtype.
-        return_lse: return (out, lse); lse is [batch, x, y, heads].
-
-    Raises:
-        InvalidInput: an argument is wrong.
-    """
-    near = kernel_size, stride, dilation, is_causal
-    return _neighborhood(2, query, key, value, near, scale, additional_keys, additional_values, return_lse)
+Raises:
+    InvalidInput: an argument is wrong.
+"""
 
 
-def na3d(query: Tensor, key: Tensor, value: Tensor, kernel_size: Any, stride: Any = 1, dilation: Any = 1,
-         is_causal: Any = False, scale: float | None = None, additional_keys: Tensor | None = None,
-         additional_values: Tensor | None = None, *, return_lse: bool = False) -> Any:  # fmt: skip
-    """natten.na3d: `na2d` of tokens [batch, x, y, z, heads, head_dim]."""
-    near = kernel_size, stride, dilation, is_causal
-    return _neighborhood(3, query, key, value, near, scale, additional_keys, additional_values, return_lse)
+def _function(axes: int) -> Callable[..., Any]:
+    names = ", ".join("xyz"[:axes])
+
+    def call(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kernel_size: Any,
+        stride: Any = 1,
+        dilation: Any = 1,
+        is_causal: Any = False,
+        scale: float | None = None,
+        additional_keys: Tensor | None = None,
+        additional_values: Tensor | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Any:
+        boolean("return_lse", return_lse)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) or x.ndim != axes + 3:
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise InvalidInput(f"{name} must be a tensor [batch, {names}, heads, head_dim], got {got}")
+        grid = query.shape[1 : axes + 1]
+        if not grid == key.shape[1 : axes + 1] == value.shape[1 : axes + 1]:
+            shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+            raise InvalidInput(f"query, key and value must have the same {names}, got {shapes}")
+        if (additional_keys is None) != (additional_values is None):
+            raise InvalidInput("additional_keys and additional_values must be given together")
+        q, k, v = (x.flatten(1, axes) for x in (query, key, value))
+        window = (kernel_size,) * axes if isinstance(kernel_size, int) else kernel_size
+        more: dict[str, Any] = {"dilation": dilation, "is_causal": is_causal, "stride": stride}
+        pattern = Neighborhood(tuple(grid), window, edges="shift", **more) if math.prod(grid) else None
+        found = attend(q, k, v, pattern, scale=scale, return_lse=return_lse or additional_keys is not None)
+        if additional_keys is not None and additional_values is not None:
+            found = merge(*found, *attend(q, additional_keys, additional_values, scale=scale, return_lse=True))
+        if isinstance(found, Tensor):
+            return torch.unflatten(found, 1, grid)
+        out, lse = (torch.unflatten(x, 1, grid) for x in (found[0], found[1].transpose(1, 2)))
+        return (out, lse) if return_lse else out
+
+    call.__name__ = call.__qualname__ = f"na{axes}d"
+    call.__doc__ = DOC.format(axes=axes, names=names)
+    return call
 
 
-def _neighborhood(
-    axes: int, query: Tensor, key: Tensor, value: Tensor, near: tuple[Any, ...], scale: float | None,
-    additional_keys: Tensor | None, additional_values: Tensor | None, return_lse: bool,
-) -> Any:  # fmt: skip
-    boolean("return_lse", return_lse)
-    names = " x ".join("xyz"[:axes])
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor) or x.ndim != axes + 3:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInput(f"{name} must be a tensor [batch, {names}, heads, head_dim], got {got}")
-    grid = query.shape[1 : axes + 1]
-    if not grid == key.shape[1 : axes + 1] == value.shape[1 : axes + 1]:
-        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
-        raise InvalidInput(f"query, key and value must have the same {names}, got {shapes}")
-    if (additional_keys is None) != (additional_values is None):
-        raise InvalidInput("additional_keys and additional_values must be given together")
-    kernel_size, stride, dilation, is_causal = near
-    q, k, v = (x.flatten(1, axes) for x in (query, key, value))
-    window = (kernel_size,) * axes if isinstance(kernel_size, int) else kernel_size
-    more: dict[str, Any] = {"dilation": dilation, "is_causal": is_causal, "stride": stride}
-    pattern = Neighborhood(tuple(grid), window, edges="shift", **more) if math.prod(grid) else None
-    found = attend(q, k, v, pattern, scale=scale, return_lse=return_lse or additional_keys is not None)
-    if additional_keys is not None and additional_values is not None:
-        found = merge(*found, *attend(q, additional_keys, additional_values, scale=scale, return_lse=True))
-    if isinstance(found, Tensor):
-        return torch.unflatten(found, 1, grid)
-    out, lse = (torch.unflatten(x, 1, grid) for x in (found[0], found[1].transpose(1, 2)))
-    return (out, lse) if return_lse else out
+na1d, na2d, na3d = map(_function, (1, 2, 3))

@@ -26,7 +26,7 @@ Request = str | dict[str, Any] | None  #: what set_attn_implementation() takes
 SDPA = "scaled_dot_product_attention"
 NOT_OF_MODELS = ("torch.", "builtins", "transformers.modeling_", "transformers.generation", "transformers.utils")
 EAGER = "'eager'"
-MARK = "_attn_dispatch_configs"  #: attribute of a model that is being made: the configs that name the implementation
+MARK = "_attn_dispatch_configs"  #: attribute of a model that is being made: configs that name the implementation
 
 
 class Part(NamedTuple):

@@ -503,8 +503,11 @@ def test_what_xformers_has_and_attend_not() -> None:
 
 
 NEAR: dict[str, dict[str, Any]] = {
-    "plain": {}, "dilation": {"dilation": 2, "kernel_size": 2}, "stride": {"stride": 2}, "causal": {"is_causal": True}
-}  # fmt: skip
+    "plain": {},
+    "dilation": {"dilation": 2, "kernel_size": 2},
+    "stride": {"stride": 2},
+    "causal": {"is_causal": True},
+}
 
 
 @crossed(grid=((11,), (5, 6), (4, 4, 4)), near=tuple(NEAR), added=(None, 7, 0))
@@ -535,8 +538,8 @@ def test_neighborhoods_with_additional_keys(grid: tuple[int, ...], near: str, ad
 def test_wrong_arguments_of_natten() -> None:
     x = drawn(1, 5, 6, 2, 8)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((x[0], x, x, 3), {}, r"query must be a tensor \[batch, x x y, heads, head_dim\], got \[5, 6, 2, 8\]"),
-        ((x, x[:, :4], x, 3), {}, "query, key and value must have the same x x y"),
+        ((x[0], x, x, 3), {}, r"query must be a tensor \[batch, x, y, heads, head_dim\], got \[5, 6, 2, 8\]"),
+        ((x, x[:, :4], x, 3), {}, "query, key and value must have the same x, y"),
         ((x, x, x, 3), {"additional_keys": x[:, 0]}, "must be given together"),
         ((x, x, x, 7), {}, "window"),
         ((x, x, x, 3), {"return_lse": 1}, "return_lse must be True or False"),
