@@ -71,6 +71,7 @@ def test_json_and_back(given_problem: Problem) -> None:
 
 def test_to_dict_covers_every_field() -> None:
     changed = replace(PROBLEM, softcap=2.0, bias=(1, 1), bias_needs_grad=True, alibi_axes=1, flash_kernel="FA3")
+    changed = replace(changed, batch_invariant=True)
     written = {field.name for field in fields(Problem) if field.init}
     assert set(changed.to_dict()) == written - {"is_document", "given"}  # decided as others are
     for axes in (1, 2):
