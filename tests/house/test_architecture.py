@@ -61,7 +61,7 @@ LINES = {
     "decisions": 2298,
     "entry": 121,
     "integrations": 1700,  # masks that are read without asking about all pairs took 350
-    "kernels": 11425,  # products by AMX took 230, dropout 280
+    "kernels": 11426,  # products by AMX took 230, dropout 280
     "learning": 980,
     "machine": 1145,
     "nn": 1585,
@@ -69,11 +69,11 @@ LINES = {
     "ring": 3960,
     "spec": 2935,
     "store": 1490,
-    "testing": 924,
+    "testing": 925,
     "tuning": 3825,
 }
-BESIDE = {"tests": 39_705, "tools": 6496}  #: the same for the folders beside the package
-PACKAGE = 40_757  #: lines of all rooms together; other systems and devices took 1,100, dropout 320
+BESIDE = {"tests": 39_720, "tools": 6496}  #: the same for the folders beside the package
+PACKAGE = 40_759  #: lines of all rooms together; other systems and devices took 1,100, dropout 320
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
