@@ -149,8 +149,8 @@ def replacing_sdpa() -> Iterator[Replaced]:
 
     Of all threads; the context that was entered last counts. With gradient checkpointing backward() belongs inside, for
     it computes such calls anew. A name that a module imported before (`from torch.nn.functional import ...`) is not
-    replaced. Compiled functions, nested tensors, DTensors, and calls inside torch's context_parallel keep PyTorch's; so
-    do those with dropout, but on CPUs and CUDA.
+    replaced. Compiled functions, nested tensors, DTensors, and calls inside torch's context_parallel keep PyTorch's;
+    so do those with dropout, but on CPUs and CUDA.
     """
     global _original
     entered = Replaced(), tracing.context_parallel() is not None

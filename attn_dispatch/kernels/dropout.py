@@ -1,10 +1,10 @@
 """Which attention weights a call drops: a pure function of its seed and of positions, the same in both passes.
 
-`manual`, `native` and `triton` draw the same numbers for a query and a key, of 16 bits each: for 8 neighbouring queries
-at once, from the first one's position, the key's position, and the batch row and head. A weight is kept where its
+`manual`, `native` and `triton` draw the same numbers of 16 bits for a query and a key: for 8 neighbouring queries at
+once, from the first one's position, the key's position, and the batch row and head. A weight is kept where its
 number is not below `threshold`.
 
-Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3. Philox4x32 of 7 rounds, which passes BigCrush.
+Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3: Philox4x32-7, which passes BigCrush.
 """
 
 from __future__ import annotations

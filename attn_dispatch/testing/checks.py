@@ -251,7 +251,8 @@ class _OrderCheck:
         failures = _share_failures(kept, seen, p)
         keep = kept / (1 - p)
         # A kernel's numbers may have 16 bits, which rounds the share that it drops.
-        expected, other = (expected_of(example, self.oracle.grad_lse, keep * (1 + off)) for off in (0.0, P_ROUNDED))
+        lse = self.oracle.grad_lse
+        expected, other = (expected_of(example, lse, keep * (1 + off)) for off in (0.0, P_ROUNDED))
         for name, each in expected.items():
             off = torch.where(each.value == other[name].value, 0.0, each.value - other[name].value).abs().max()
             expected[name] = replace(each, tolerance=each.tolerance + float(off))
@@ -285,7 +286,7 @@ class _OrderCheck:
 
 
 def _share_failures(kept: Tensor, seen: Tensor, p: float) -> list[str]:
-    """What is wrong with which of the weights [batch, heads, q_len, k_len] are kept: how many, and neighbours alike."""
+    """What is wrong with which weights [batch, heads, q_len, k_len] are kept: how many, and neighbours alike."""
     if bool(kept[~seen.any(-1)].any()):
         return ["with dropout, a query without keys has a result"]
     share = float(kept[seen].double().mean()) if seen.any() else 1 - p

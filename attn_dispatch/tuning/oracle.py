@@ -289,8 +289,8 @@ def draw(problem: Problem, pairs: int) -> tuple[Tensor, Tensor]:
 class _Sample:
     """The drawn rows and heads of q and of the gradients, and the heads of k and v that they read.
 
-    `counts` is the multiplicity (`numerics.multiplicity_of`), `keep` are dropout factors; `kv_index` maps a drawn head
-    to its head in `k`.
+    `counts` is the multiplicity (`numerics.multiplicity_of`), `keep` are dropout factors; `kv_index` maps a drawn
+    head to its head in `k`.
     """
 
     problem: Problem

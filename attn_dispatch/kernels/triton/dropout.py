@@ -1,4 +1,4 @@
-"""Dropout of weights, as `kernels.dropout` defines it: a generator that counts, for each weight. Imports triton."""
+"""Dropout of weights, as `kernels.dropout` defines it. Imports triton."""
 
 # Triton reads the annotations itself: no `from __future__ import annotations`.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"

@@ -61,7 +61,7 @@ INTERPRETED_BLOCK = BlockConfig(64, 64, 4, 1)
 COMPILE_MS = 5_000.0  #: of one kernel: the most where processors are idle, float32 with head_dim 256
 POSITION_LIMIT = 2**29  #: queries plus keys; sums of three positions and a step are 32-bit
 OFFSET_LIMIT = 2**31  #: elements of a head's extent from which offsets need 64 bits
-BIASED = 64, 32  #: rows and columns of a block with a bias or dropout, at most: what each score has takes registers
+BIASED = 64, 32  #: rows and columns of a block with a bias or dropout, at most: they take registers
 #: Options of every launch: a product and a sum are one instruction, Triton's default until 3.9, which warns of its end.
 FUSED = {"enable_fp_fusion": True}
 

@@ -2,7 +2,7 @@
 // blocks and threads. A generator that counts gives 8 numbers of 16 bits for a key and 8 neighbouring queries of a tile;
 // kernels/dropout.py says which.
 //
-// Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3. Philox4x32 of 7 rounds, which passes BigCrush.
+// Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3: Philox4x32-7, which passes BigCrush.
 
 #pragma once
 
@@ -28,7 +28,7 @@ inline lvec times(lvec x, u32 y) {
 #endif
 }
 
-// A bit for each number that is at least `limit`. Those of a draw are the four of a lane of `first`, and of `second`.
+// A bit for each number that is at least `limit`. A draw's are the four of a lane of `first`, and of `second`.
 inline u64 at_least(lvec first, lvec second, u16 limit) {
 #if defined(__AVX512BW__) && defined(__BMI2__)
     const __m512i least = _mm512_set1_epi16((short)limit);
@@ -36,7 +36,8 @@ inline u64 at_least(lvec first, lvec second, u16 limit) {
            _pdep_u64(_mm512_cmpge_epu16_mask((__m512i)second, least), 0xf0f0f0f0f0f0f0f0);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i least = _mm256_set1_epi16((short)limit);
-    __m256i low = _mm256_unpacklo_epi64((__m256i)first, (__m256i)second), high = _mm256_unpackhi_epi64((__m256i)first, (__m256i)second);
+    __m256i low = _mm256_unpacklo_epi64((__m256i)first, (__m256i)second);
+    __m256i high = _mm256_unpackhi_epi64((__m256i)first, (__m256i)second);
     low = _mm256_cmpeq_epi16(_mm256_max_epu16(low, least), low);
     high = _mm256_cmpeq_epi16(_mm256_max_epu16(high, least), high);
     return (u32)_mm256_movemask_epi8(_mm256_packs_epi16(low, high));
