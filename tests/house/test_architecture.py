@@ -55,13 +55,13 @@ LINES = {
     "api": 1097,
     "backends": 2045,
     "base": 567,
-    "calls": 1150,
+    "calls": 1205,  # checkpoints that keep packed documents, and windows aligned above, took 55
     "cli": 3050,
-    "compat": 509,
+    "compat": 777,  # NATTEN's functions, those of a cache and all masks of xFormers took 270
     "decisions": 2443,  # batch invariance took 145
     "entry": 124,
     "integrations": 1955,  # masks read without asking about all pairs took 350; which layers ask, by their code, 180
-    "kernels": 11470,  # with parts that two backends share, and merge; AMX took 230, one order of sums 325
+    "kernels": 11761,  # products by AMX took 240, dropout 280, one order of sums 325
     "learning": 980,
     "machine": 1145,
     "nn": 1585,
@@ -70,10 +70,10 @@ LINES = {
     "spec": 2943,
     "store": 1490,
     "testing": 925,
-    "tuning": 3825,
+    "tuning": 4098,  # the check of bits took 273
 }
-BESIDE = {"tests": 40_021, "tools": 6602}  #: the same for the folders beside the package
-PACKAGE = 40_757  #: lines of all rooms together; other systems and devices took 1,100, dropout 320
+BESIDE = {"tests": 40_753, "tools": 6_996}  #: the same for the folders beside the package
+PACKAGE = 42_138  #: lines of all rooms together; batch invariance took 790, dropout 320
 COUNTED = {".py", ".h", ".cpp", ".css", ".js"}
 TORCH_FREE = (
     "errors",
@@ -257,7 +257,9 @@ def test_rooms_keep_to_their_lines() -> None:
 # --- calls go down only -----------------------------------------------------------------------------------------------
 
 MOST_ARGUMENTS = 12  #: of a function, but kernels, attend, a race's settings, and those of another library's signature
-MANY_ARGUMENTS = {"attend", "flash_attn_varlen_func", "fkodom.__init__", "sampled_in_rounds"}
+MANY_ARGUMENTS = {
+    "attend", "flash_attn_varlen_func", "flash_attn_with_kvcache", "fkodom.__init__", "sampled_in_rounds"
+}  # fmt: skip
 MOST_PATHS = 12  #: McCabe's complexity of attend: what a hit goes through
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
 
