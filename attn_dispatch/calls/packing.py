@@ -497,7 +497,7 @@ def _lengths_of_ids(documents: object, batch: int, length: int) -> list[list[int
 
 def _lengths_of_starts(cu_seqlens: object, batch: int, length: int) -> list[int]:
     given = _integers("cu_seqlens", cu_seqlens)
-    if given.ndim != 1 or len(given) < 2:
+    if given.ndim != 1 or not len(given):
         raise InvalidInput(f"cu_seqlens must have shape [documents + 1], got {list(given.shape)}")
     if batch != 1:
         raise InvalidInput(f"cu_seqlens needs a batch of one row, got {batch}; documents takes more")

@@ -39,7 +39,9 @@ def is_empty(call: Call) -> bool:
 
 
 def _have_axes(call: Call) -> bool:
-    return all(isinstance(x, Tensor) and x.ndim == 4 for x in call.qkv)  # else `Problem.of_call` raises
+    return all(
+        isinstance(x, Tensor) and x.ndim == 4 and not x.is_nested for x in call.qkv
+    )  # else `Problem.of_call` raises
 
 
 def widths(call: Call) -> Rewritten | None:
@@ -47,7 +49,7 @@ def widths(call: Call) -> Rewritten | None:
 
     The scale stays that of the keys' width. Where q has another one than k, `Problem.of_call` raises.
     """
-    if not unequal(call) or call.q.shape[-1] != call.k.shape[-1]:  # of which all ranks of a mesh must hear
+    if not unequal(call) or not call.q.shape[-1] == call.k.shape[-1] > 0:  # of which all ranks of a mesh must hear
         return None
     q, k, v = call.qkv
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale

@@ -19,7 +19,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import torch_settings
 from attn_dispatch.spec.checks import boolean, integer
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
-from attn_dispatch.spec.problem import dropout
+from attn_dispatch.spec.problem import Call, Problem, dropout
 from attn_dispatch.spec.tensors import check_tensor
 
 
@@ -181,10 +181,23 @@ def flash_attn_with_kvcache(
         if x is not None and (list(x.shape) != shape or x.dtype != q.dtype or x.device != q.device):
             got = f"{list(x.shape)}, {x.dtype}, on {x.device}"
             raise InvalidInput(f"{name} must be {shape}, {q.dtype}, on {q.device}, as the cache is, got {got}")
+    if v_cache.shape[:3] != k_cache.shape[:3] or (cache_batch_idx is None and len(k_cache) != batch):
+        got = f"{list(k_cache.shape)} and {list(v_cache.shape)}"
+        raise InvalidInput(
+            f"k_cache and v_cache must have the same rows, keys and heads, and {batch} rows or "
+            f"cache_batch_idx, got {got}"
+        )
     k_len, pattern = k_cache.shape[1], _pattern(causal, window_size)
     lengths = _row_numbers("cache_seqlens", cache_seqlens, batch, k_len - new, q.device)
     rows = _row_numbers("cache_batch_idx", cache_batch_idx, batch, len(k_cache) - 1, q.device)
     first = _row_numbers("cache_leftpad", cache_leftpad, batch, k_len, q.device)
+    seen = None if first is None else torch.arange(k_len, device=q.device) >= first[:, None]
+    given = _given(causal, False, return_softmax_lse, 0.0, softmax_scale, softcap)
+    more: dict[str, Any] = {"alibi_slopes": alibi_slopes, "key_mask": seen}
+    keys = k_cache[:1].expand(batch, -1, -1, -1)  # values may be wider
+    Problem.of_call(
+        Call(q, keys, keys, pattern, **more, **given), may_be_empty=True
+    )  # raises before a cache is written
     if k is not None and v is not None:
         assert lengths is not None
         positions = lengths[:, None] + torch.arange(new, device=q.device)
@@ -197,9 +210,6 @@ def flash_attn_with_kvcache(
             cache[into[:, None], positions] = x
     if rows is not None:
         k_cache, v_cache = k_cache[rows], v_cache[rows]
-    seen = None if first is None else torch.arange(k_len, device=q.device) >= first[:, None]
-    given = _given(causal, False, return_softmax_lse, 0.0, softmax_scale, softcap)
-    more: dict[str, Any] = {"alibi_slopes": alibi_slopes, "key_mask": seen}
     if isinstance(cache_seqlens, int):  # alike in all rows: views
         filled = cache_seqlens + new
         k_cache, v_cache = k_cache[:, :filled], v_cache[:, :filled]
@@ -233,7 +243,7 @@ def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved
     if 2 * cos.shape[1] > x.shape[-1]:
         raise InvalidInput(f"rotary_cos must have at most {x.shape[-1] // 2} columns, got {cos.shape[1]}")
     if positions.device.type == "cpu" and positions.numel() and int(positions.max()) >= len(cos):
-        raise InvalidInput(f"rotary_cos must have a row for position {int(positions.max())}, got {len(cos)}")
+        raise InvalidInput(f"rotary_cos must have a row for position {int(positions.max())}, got {len(cos)} rows")
     c, s = (table[positions][:, :, None].float() for table in (cos, sin))
     turned, rest = x[..., : 2 * cos.shape[1]].float(), x[..., 2 * cos.shape[1] :]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)

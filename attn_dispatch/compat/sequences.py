@@ -13,7 +13,7 @@ Borders = list[tuple[int, int]]  #: of each sequence, its first token and the on
 
 def borders(name: str, starts: list[int], length: int) -> Borders:
     """Those of sequences that fill `length` tokens. Raises InvalidInput where these do not."""
-    if len(starts) < 2 or (starts[0], starts[-1]) != (0, length) or starts != sorted(starts):
+    if not starts or (starts[0], starts[-1]) != (0, length) or starts != sorted(starts):
         raise InvalidInput(f"{name} must rise from 0 to {length}, got {starts[:8]}")
     return list(pairwise(starts))
 
@@ -30,7 +30,8 @@ def sequences(
         InvalidInput: there are not as many of queries as of keys, or of keys as of values.
     """
     if len(of_q) != len(of_k):
-        raise InvalidInput(f"{names[0]} and {names[1]} must have equal lengths, got {len(of_q)} and {len(of_k)}")
+        counts = f"{len(of_q)} and {len(of_k)} sequences"
+        raise InvalidInput(f"{names[0]} and {names[1]} must have equal lengths, got {counts}")
     if k.shape[1] != v.shape[1]:
         raise InvalidInput(f"keys and values must have equal lengths, got {k.shape[1]} and {v.shape[1]}")
     return [(q[:, a:b], k[:, c:d], v[:, c:d]) for (a, b), (c, d) in zip(of_q, of_k)]

@@ -241,8 +241,8 @@ def _refuse_ignorant(parts: list[Part], name: str) -> None:
         what = f"{_and(layers)} do not ask transformers' AttentionInterface"
         raise InvalidInput(f"{models} would ignore attn_implementation={name!r}, as {what}: {how}")
     how = f": {how}" if "sdpa()" in how else ""
-    what = f"{_and(layers)} in {models} go on as they were"
-    say_once(f"{what}, as they do not ask transformers' AttentionInterface{how}")
+    what = f"not served by attn_dispatch: {_and(layers)} in {models}"
+    say_once(f"{what}, which compute attention themselves, as before{how}")
 
 
 def _and(kinds: set[type]) -> str:

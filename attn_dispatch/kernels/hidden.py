@@ -21,6 +21,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
 
 ENTRIES = 2**22  #: query-key pairs that are looked at at once
+SMALL = 1e12  #: products with entries below overflow where queries or gradients are over 1e24
 
 
 class Hidden(NamedTuple):
@@ -30,7 +31,7 @@ class Hidden(NamedTuple):
         keys: bool [batch or 1, k_len, kv_heads or 1, 1]: keys and values that no query sees; None: none.
         queries: bool [batch, q_len, 1, 1]: padding; None: none.
         biased: a problem with a bias or a pattern that holds tensors, and its tensors: what they hide together takes
-            long to find, and matters only where keys or values are not finite.
+            long to find.
     """
 
     keys: Tensor | None
@@ -64,10 +65,17 @@ class Hidden(NamedTuple):
     def __bool__(self) -> bool:
         return any(each is not None for each in self)
 
-    def zeroed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with hidden tokens, and their gradients, set to zero; unchanged tensors are not copied."""
+    def zeroed(self, q: Tensor, k: Tensor, v: Tensor, *, where_needed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v with hidden tokens, and their gradients, set to zero; unchanged tensors are not copied.
+
+        Args:
+            where_needed: keys that can do no harm may stay as they are.
+        """
         keys = self.keys
-        if self.biased is not None and not (_known_finite(k) and _known_finite(v)):
+        asked = self.biased is not None or (where_needed and keys is not None)
+        if asked and _known_small(k) and _known_small(v):
+            keys = None if where_needed else keys
+        elif self.biased is not None:
             found = keys_hidden_together(*self.biased)
             keys = keys if found is None else _either(keys, found)
         return _zeroed(q, self.queries), _zeroed(k, keys), _zeroed(v, keys)
@@ -89,12 +97,12 @@ class _Zeroed:
     hidden: Hidden
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.passes.forward(*self.hidden.zeroed(q, k, v))
+        return self.passes.forward(*self.hidden.zeroed(q, k, v, where_needed=True))
 
     def backward(self, grad: Tensor | None, grad_lse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *results = saved
-        of_queries = self.hidden.of_queries
-        return self.passes.backward(of_queries(grad), of_queries(grad_lse), (*self.hidden.zeroed(q, k, v), *results))
+        of_queries, zeroed = self.hidden.of_queries, self.hidden.zeroed(q, k, v, where_needed=True)
+        return self.passes.backward(of_queries(grad), of_queries(grad_lse), (*zeroed, *results))
 
 
 def padding_mask(length: int, seq_lens: Tensor) -> Tensor:
@@ -116,10 +124,12 @@ def without_padding(out: Tensor, lse: Tensor, seq_lens: Tensor | None) -> None:
         lse.masked_fill_(padding[:, :, None], -torch.inf)
 
 
-def _known_finite(x: Tensor) -> bool:
-    """Whether all entries are finite, as far as that can be asked without a synchronization or in a graph."""
+def _known_small(x: Tensor) -> bool:
+    """Whether all entries are so small that 0 times a product with them is 0, as far as that can be asked without a
+    synchronization or in a graph. To read them all takes less time than a copy.
+    """
     asked = x.device.type == "cpu" and not tracing.graphed(x) and not tracing.is_transformed()
-    return asked and bool(x.detach().sum(dtype=torch.float64).isfinite())
+    return asked and bool(torch.linalg.vector_norm(x.detach()) < SMALL)
 
 
 def keys_hidden_together(problem: Problem, tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -130,7 +130,7 @@ def _joined(lse_a: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _softplus(x: Tensor) -> Tensor:
-    if not asks_invariance():
+    if torch.compiler.is_dynamo_compiling() or not asks_invariance():
         return softplus(x, threshold=LINEAR)
     # PyTorch has one formula for whole vectors of softplus and another for the rest: not so of exp and log1p.
     return torch.maximum(x, x.new_zeros(())) + torch.log1p(torch.exp(-x.abs()))

@@ -27,6 +27,7 @@ BUILT_IN = (*LIBRARIES, "sdpa_float32", "sdpa_mask", "tiles", *FUSED, "native", 
 LAST_RESORT = "manual"
 #: In most shipped decisions of CPUs (profiles/): tried second, for there may be no time for a third; ties go to it.
 OFTEN_FASTEST = "native"
+MASKED = "sdpa_mask"  #: computes all pairs; `OFTEN_FASTEST` takes less time in nearly all shipped decisions of CPUs
 IN_PIECES = ("Dilated", "Neighborhood")  #: patterns for which libraries take many calls, or a mask of all pairs
 #: Where PyTorch prefers cuDNN too. Source: check_prefer_cudnn_attention in its transformers/cuda/sdp_utils.cpp.
 CUDNN_FIRST = ("cuda-sm90-", "cuda-sm100-")

@@ -95,7 +95,8 @@ def check_tensor(name: str, tensor: object, may_be_empty: tuple[int, ...] = ()) 
     if not isinstance(tensor, Tensor):
         raise InvalidInput(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
-        raise InvalidInput(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
+        got = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise InvalidInput(f"{name} must be a dense strided tensor, got {got}")
     if tensor.ndim != 4:
         axes = "[batch, len, heads, head_dim] (or layout='bhnd')"
         raise InvalidInput(f"{name} must have 4 axes, {axes}, got {list(tensor.shape)}")

@@ -71,7 +71,7 @@ def inside_operator() -> Iterator[None]:
 def check_sizes(**tensors: Any) -> None:
     """Raise InvalidInput for symbolic sizes: a decision holds for one size."""
     for name, x in tensors.items():
-        if isinstance(x, Tensor) and any(isinstance(size, torch.SymInt) for size in x.shape):
+        if isinstance(x, Tensor) and not x.is_nested and any(isinstance(size, torch.SymInt) for size in x.shape):
             how = "trace attend with static shapes"
             raise InvalidInput(f"{name} must have sizes that are numbers, got {list(x.shape)}: {how}")
 

@@ -291,9 +291,16 @@ def status_and_reason(refusals: Sequence[Refusal]) -> tuple[str, str]:
 
 
 def static_choice(found: Sequence[Candidate]) -> Candidate | None:
-    """The static choice: the first candidate by preference that can run, in natural order if possible."""
+    """The static choice: the first candidate by preference that can run, in natural order if possible.
+
+    One that takes a mask of all pairs gives way to `OFTEN_FASTEST` where that is there at once.
+    """
     able = [candidate for candidate in found if candidate.row is None]
-    return min(able, key=lambda candidate: candidate.order != NATURAL, default=None)
+    first = min(able, key=lambda candidate: candidate.order != NATURAL, default=None)
+    if first is None or first.name != registry.MASKED:
+        return first
+    sooner = (each for each in able if each.id == (registry.OFTEN_FASTEST, NATURAL) and each.backend.prepared())
+    return next(sooner, first)
 
 
 def incumbent_of(admitted: Sequence[Candidate]) -> Candidate | None:

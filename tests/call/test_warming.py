@@ -120,11 +120,11 @@ def test_decisions_of_other_machines(
     mode: str, planted: Planted, set_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are checked where calls would check them, however many there are."""
-    own = decision(problem(19), "sdpa_mask")
+    own = decision(problem(19), "native")
     Store(cache_folder()).put(from_elsewhere(own, "imported"))
     monkeypatch.setenv("ATTN_DISPATCH_TRIAL_SECONDS", "0")
     set_mode(mode)
-    assert {row.backend for row in warm(progress=False)} == {"planted", "sdpa_mask"}
+    assert {row.backend for row in warm(progress=False)} == {"planted", "native"}
     assert counters()["imported"] == 1
     forget()
     attend(*qkv(19), PATTERN)

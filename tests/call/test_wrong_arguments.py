@@ -109,7 +109,7 @@ def test_scores_are_refused_though_there_are_no_rows() -> None:
 @pytest.mark.parametrize(
     ("starts", "message"),
     [
-        ([0], "cu_seqlens must have shape [documents + 1], got [1]"),
+        ([0], "cu_seqlens must rise from 0 to 36, got [0]"),
         ([1, 36], "cu_seqlens must rise from 0 to 36, got [1, 36]"),
         ([0, 30, 20, 36], "cu_seqlens must rise from 0 to 36, got [0, 30, 20, 36]"),
         ([0, *range(30), 35], "cu_seqlens must rise from 0 to 36, got [0, 0, 1, 2, 3, 4, 5, ... 35]"),
@@ -183,3 +183,13 @@ def test_keys_and_groups() -> None:
 def test_fields_from_a_file_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
         Problem.from_dict({**Problem.of(*tensors()).to_dict(), **wrong})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_tensors_that_have_no_sizes_or_no_entries() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(3, 2, 8), torch.zeros(5, 2, 8)])
+    x = torch.zeros(2, 5, 2, 8)
+    with pytest.raises(InvalidInput, match="q must be a dense strided tensor, got a nested one"):
+        attend(nested, x, x)
+    with pytest.raises(InvalidInput, match="q must have at least one entry on every axis"):
+        attend(x[..., :0], x[..., :0], x)

@@ -188,6 +188,29 @@ def test_wrong_caches() -> None:
         compat.flash_attn_with_kvcache(q.requires_grad_(), cache, cache)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"softcap": -1.0}, {"alibi_slopes": torch.ones(3)}, {"softmax_scale": math.nan}, {"q": drawn(2, 1, 3, 8)},
+        {"rotary_cos": torch.ones(3, 4), "rotary_sin": torch.ones(3, 4)}, {"cache_leftpad": torch.tensor([0, 12])},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_refused_call_writes_nothing(given: dict[str, Any]) -> None:
+    q, new, cache = drawn(2, 1, 4, 8), drawn(2, 1, 2, 8, seed=1), drawn(2, 9, 2, 8, seed=2)
+    before = cache.clone()
+    with pytest.raises(InvalidInput):
+        compat.flash_attn_with_kvcache(
+            **{"q": q, "k_cache": cache, "v_cache": cache, "k": new, "v": new, "cache_seqlens": 5, **given}
+        )
+    assert torch.equal(cache, before)
+
+
+def test_no_sequences() -> None:
+    none, starts = drawn(0, 4, 8), torch.tensor([0], dtype=torch.int32)
+    assert compat.flash_attn_varlen_func(none, none, none, starts, starts, 0, 0).shape == none.shape
+
+
 def test_what_is_wrong_or_flash_attn_alone_has() -> None:
     x, starts = drawn(9, 4, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
     usual = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 5, "max_seqlen_k": 5}

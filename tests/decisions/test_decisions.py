@@ -165,12 +165,12 @@ def test_predict_never_measures(set_mode: Callable[[str], None]) -> None:
     q, k, v = qkv()
     assert close(attend(q, k, v, Window(3, 2)), formula(q, k, v, Window(3, 2))[0])
     found = explain(q, k, v, Window(3, 2))
-    assert (found.source, found.choice) == ("heuristic", "sdpa_mask")
+    assert (found.source, found.choice) == ("heuristic", "native")
     statuses = {row.backend: row.status for row in found.candidates}
     assert statuses["sdpa"] == "unsupported"
-    assert [name for name, status in statuses.items() if status == "chosen"] == ["sdpa_mask"]
+    assert [name for name, status in statuses.items() if status == "chosen"] == ["native"]
     problem = Problem.of(q, k, v, Window(3, 2))
-    able = [name for name in ("native", "flex", "manual") if not registry.load(name).refusals(problem)]
+    able = [name for name in ("sdpa_mask", "flex", "manual") if not registry.load(name).refusals(problem)]
     assert "manual" in able
     assert {statuses[name] for name in able} == {"not_measured"}
     assert counted(heuristic=1)

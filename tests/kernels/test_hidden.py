@@ -61,7 +61,7 @@ UNSEEN = [
     Case("negative-scale", Window(7, 0), (2, 20, 2, 8), k_len=90, scale=-0.3),
 ]
 BACKENDS = ("manual", "sdpa", "sdpa_mask", "sdpa_float32", "native", "tiles", "flex")
-BITS = (math.nan, math.inf, -math.inf)
+BITS = (math.nan, math.inf, -math.inf, 3e38)
 
 
 def hidden_parts(example: Example) -> dict[str, Tensor]:

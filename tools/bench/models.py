@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from attn_dispatch.decisions.call import observing
 from attn_dispatch.machine.memory import peak_bytes
 from tools.lib.common import alone, in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, interval, megabytes, ms
@@ -147,11 +146,9 @@ def checkpoints() -> Iterator[dict[str, Any]]:
         steps[name]()
     found = in_turns(steps, STEPS)
     for name, step in steps.items():
-        calls = list[Any]()
-        with observing(calls.append):
-            _, peak = peak_bytes(step, torch.device("cpu"))
+        _, peak = peak_bytes(step, torch.device("cpu"))
         over = ratio(found["nothing"], found[name])
-        yield {"kept": name, "step": timing(found[name]), "gain": over, "peak_bytes": peak, "calls": len(calls)}
+        yield {"kept": name, "step": timing(found[name]), "gain": over, "peak_bytes": peak}
 
 
 PARTS = {"first_minute": first_minute, "dropout": dropout, "checkpoints": checkpoints}
@@ -186,11 +183,11 @@ def tables(found: Any) -> Iterator[Table]:
     head = "rows x tokens", *steps, "with / without", "`sdpa` / `attend`"
     yield Table(head, rows, about, "Training with dropout")
     rows = [
-        (each["kept"], str(each["calls"]), ms(each["step"]), interval(each["gain"]), megabytes(each["peak_bytes"] or 0))
+        (each["kept"], ms(each["step"]), interval(each["gain"]), megabytes(each["peak_bytes"] or 0))
         for each in found.get("checkpoints", ())
     ]
     about = f"A decoder of 4 layers, 256 features and 4 heads, {TOKENS:,} tokens, forward and backward."
-    kept = "kept of a layer", "attention computed", "a step", "nothing kept / this", "memory"
+    kept = "kept of a layer", "a step", "nothing kept / this", "memory"
     yield Table(kept, rows, about, "Gradient checkpoints")
 
 
