@@ -73,7 +73,7 @@ def test_any_probability(p: float, factor: float) -> None:
         assert bool(attend(q, k, v, dropout_p=p, backend=name).isfinite().all())
 
 
-@thinned(("case", "dtype"), [*product((*CASES, *DATA_CASES), (torch.float32, torch.bfloat16))], 12)
+@thinned(("case", "dtype"), [*product((*CASES, *DATA_CASES), (torch.float32, torch.bfloat16))], 20)
 def test_native_entry_by_entry(case: Case, dtype: torch.dtype) -> None:
     """Results and gradients are those of the weights that it keeps, whatever the tiles, branches, runs and orders."""
     problem = problem_of(case, dtype)
@@ -95,14 +95,15 @@ def test_native_in_blocks_and_splits(three_threads: None) -> None:
 
 #: Queries of which 8 neighbours are 8 in a row, not those of a dilated tile.
 ALIGNED = [case for case in CASES if isinstance(case.pattern, Dense | Window)]
-FEW = "dense-grouped", "causal-few-tokens", "window-sinks-both-masks", "longnet-short", "neighborhood-key-mask"
+FEW = "causal-few-tokens", "window-sinks-both-masks", "longnet-short", "neighborhood-key-mask"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_backends_drop_the_same_weights(name: str) -> None:
     """As the formula does, of one state of the generators; native where its tiles are queries in a row."""
     computed = 0
-    for case in ALIGNED if name == "native" else [case for case in CASES if case.id in FEW]:
+    few = FEW[:2] if name == "triton" else FEW  # interpreted, it takes long
+    for case in ALIGNED if name == "native" else [case for case in CASES if case.id in few]:
         problem = problem_of(case)
         if refusals_of(registry.load(name), problem):
             continue
