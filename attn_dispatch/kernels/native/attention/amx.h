@@ -119,9 +119,7 @@ public:
         return 0;
     }
 
-    static bool fits(int depth, int pitch) {
-        return has_amx && pitch > FEW && depth <= DEEPEST && divisor(depth / 2) > 0;
-    }
+    static bool fits(int depth) { return has_amx && depth <= DEEPEST && divisor(depth / 2) > 0; }
 
     // Dot: the scores of keys. Up to SIDE - 1 rows of `scores` past the last key are overwritten too.
     void dot(Rows rows, int pairs, int pitch, const void* lanes, float* scores, int keys, int from, int to,
@@ -203,7 +201,7 @@ private:
 };
 #else
 struct Amx {
-    static bool fits(int, int) { return false; }
+    static bool fits(int) { return false; }
     static int divisor(int) { return 1; }
     template <class... X> void dot(const X&...) const {}
     template <class... X> void mix(const X&...) const {}

@@ -91,7 +91,7 @@ struct PairedBack {
         int depth = (int)a.head_dim;
         // Hidden keys may hold NaN: their scores are overwritten.
         Rows kr = own_rows(a.k, k, block), vr = own_rows(a.v, v, block);
-        if (Amx::fits(depth, T)) {
+        if (Amx::fits(depth)) {
             s.amx.dot(kr, depth / 2, T, s.q, s.scores, block.keys, block.from, block.to);
             return s.amx.dot(vr, depth / 2, T, s.grad, s.other, block.keys, block.from, block.to);
         }
@@ -104,7 +104,7 @@ struct PairedBack {
                 if (t + 1 < block.keys) second = put(t + 1, n, slope);
                 store(s.values + t / 2 * T + n * W, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
             }
-        if (!Amx::fits((int)a.head_dim, T)) return;
+        if (!Amx::fits((int)a.head_dim)) return;
         auto clear = [&](int n) {
             for (int t = 0; t < block.keys; t++)
                 for (float* x : {s.scores, s.other}) store((u16*)(x + t * T) + n * W, __m256i{});
@@ -124,7 +124,7 @@ struct PairedBack {
     }
     void add(const Block& block, int count, Rows dk, Rows dv) {
         int depth = (int)a.head_dim, pairs = (block.keys + 1) / 2, done = 0;
-        if (Amx::fits(depth, T)) {
+        if (Amx::fits(depth)) {
             s.amx.mix(a.k, k, block, depth, s.keys, T, s.values, s.sums);
             done = s.amx.spread(dk, s.other, block, s.q_rows, s.width);
             s.amx.spread(dv, s.scores, block, s.grad_rows, s.width);

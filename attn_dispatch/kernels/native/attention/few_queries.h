@@ -35,9 +35,9 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
         return false;
 #endif
     }
-    static bool as_tiles(const Args& a) { return PAIRS && a.invariant && Amx::fits((int)a.head_dim, T); }
+    static bool as_tiles(const Args& a) { return PAIRS && Amx::fits((int)a.head_dim); }
     static bool fits(const Args& a, const Scratch& s) {
-        const int step = PAIRS && !as_tiles(a) ? 2 * W : W;
+        const int step = PAIRS && !(a.invariant && as_tiles(a)) ? 2 * W : W;
         return s.lanes <= 2 * GROUP && a.head_dim % step == 0 && !a.order && (!a.invariant || has_order(a));
     }
     Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP),
@@ -264,7 +264,7 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
     void mix(const Block& block) const {
         const i64 next = ahead(a.v, block);
 #if defined(__AVX512F__)
-        if (apart) {
+        if (apart && a.invariant) {
             NoDenormals here;
             return mix_apart(block, next);
         }

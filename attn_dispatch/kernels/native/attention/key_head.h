@@ -59,7 +59,7 @@ struct Paired : KeyHead<Bf16> {
     using Weights = Pairs;
     using KeyHead<Bf16>::KeyHead;
 
-    bool uses_amx() const { return Amx::fits(depth, a.invariant ? T : s.pitch); }
+    bool uses_amx() const { return Amx::fits(depth); }
     void begin(i64 b, i64 h) {
         unit = pack_pairs(a.q, head_of<Bf16>(a.q, b, h), s, depth, (float)(a.scale * LOG2_E), s.q);
     }
