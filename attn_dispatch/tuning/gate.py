@@ -11,7 +11,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from typing import TypeVar
 
@@ -144,6 +144,7 @@ class Gate:
     example: Example | None = None
     pairs: int = PAIRS
     case_problems: tuple[Problem, ...] = ()  #: of the hard cases that were needed
+    prepared: dict[str, Rejected | None] = field(default_factory=dict[str, Rejected | None])  #: keyed by backend
 
     @cached_property
     def oracle(self) -> Oracle:
@@ -163,7 +164,12 @@ class Gate:
         return here_ms + sum(first_call_ms(candidate, each.problem) for each in due)
 
     def prepare(self, candidate: Candidate) -> Rejected | None:
-        """Run a backend's `prepare`, if it has one, once per machine; the rejection if that fails, else None."""
+        """Run a backend's `prepare`, if it has one, once; the rejection if that fails, else None."""
+        if candidate.name not in self.prepared:
+            self.prepared[candidate.name] = self._prepare(candidate)
+        return self.prepared[candidate.name]
+
+    def _prepare(self, candidate: Candidate) -> Rejected | None:
         version, where, limit_s = candidate.version, self.address.silicon, PREPARE_LIMIT * timeout_s()
         if (call := candidate.backend.prepare) is None:
             return None
@@ -196,6 +202,8 @@ class Gate:
         """
         if self.has_passed(candidate):
             return None
+        if (rejected := self.prepare(candidate)) is not None:  # compiling is not in the time of a case
+            return rejected
         brief = brief and self.problem.device.type == "cuda"
         cases = list[HardCase]()
         for spec in class_key(self.problem):  # outside of the candidate's trial, as in `admit`

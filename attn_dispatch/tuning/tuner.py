@@ -123,7 +123,6 @@ class Trial:
     outside_s: float = 0.0  #: seconds of `prepare`, and of drawing an example on CUDA
     rows: dict[str, Row] = field(default_factory=dict[str, Row])
     admitted: dict[str, Admitted] = field(default_factory=dict[str, Admitted])
-    prepared: dict[str, Rejected | None] = field(default_factory=dict[str, Rejected | None])  #: keyed by backend
     case_problems: tuple[Problem, ...] = ()  #: problems of the hard cases
     untried: list[str] = field(default_factory=list[str])  #: skipped for lack of time, though they may be the fastest
     race: Race | None = None
@@ -367,14 +366,11 @@ class Trial:
 
     def _prepare(self, candidate: Candidate, gate: Gate) -> Rejected | None:
         """Run the backend's `prepare` once per trial, outside the budget; its rejection, if it failed."""
-        if candidate.name in self.prepared:
-            return self.prepared[candidate.name]
         start = self.clock()
         try:
-            found = self.prepared[candidate.name] = gate.prepare(candidate)
+            return gate.prepare(candidate)
         finally:
             self.outside_s += self.clock() - start
-        return found
 
     def _race(self, example: Example, differences: Sequence[float]) -> Steps[None]:
         admitted = [each for each in self.candidates if each.title in self.admitted]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.trial_limits import passes_hard_cases, why_variant
 from attn_dispatch.kernels import registry
 from attn_dispatch.spec.pattern import Dense
 from attn_dispatch.spec.problem import Problem
@@ -107,6 +108,10 @@ class Once(Builder):
         if self.prepare_s < 0:
             raise OSError("no compiler")
         CLOCK.sleep(self.prepare_s)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        assert self.preparations, "prepare() was not called first"
+        return super().run(q, k, v, problem, **tensors)
 
 
 Alone = Callable[..., None]
@@ -204,6 +209,17 @@ def test_prepare_is_not_in_the_budget(alone: Alone) -> None:
     assert (first.preparations, last.preparations) == (1, 1)
     assert row(decision, "last").status in ("chosen", "slower", "tie")
     assert row(decision, "first").first_ms == pytest.approx(CALL_S * 1e3)
+
+
+def test_checks_without_a_trial_prepare_first(alone: Alone) -> None:
+    """Else compiling would be in the time of a call, and a slow compiler would be taken for a hang."""
+    once, again = Once(name="once"), Once(name="again")
+    alone(once, again)
+    request = Request.of(PROBLEM)
+    first, second = request.able
+    assert passes_hard_cases(request, first.id, run=True)
+    assert "prepare()" not in why_variant(request, second)
+    assert (once.preparations, again.preparations) == (1, 1)
 
 
 def test_a_failed_prepare_is_a_failure(alone: Alone) -> None:
