@@ -91,7 +91,7 @@ void forward_turns(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, flo
         else kept(i).copy(s, s.pitch, depth);
     };
     // A few queries read a block in parts: all heads, which lie side by side, score one before the next one begins.
-    const bool few = a.invariant && s.pitch <= FEW;
+    const bool few = s.pitch <= FEW;
     auto in_turns = [&](const Block& block, const auto& visit) {
         for (int from = 0; from < block.keys; from += FEW_KEYS)
             for (int i = 0; i < heads; i++) {

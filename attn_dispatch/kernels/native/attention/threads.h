@@ -65,7 +65,7 @@ template <class Work> void in_threads(i64 threads, const Work& work) {
 template <class F> bool each_tile(const Args& a, i64 splits, const F& visit) {
     std::atomic<bool> able{false};
     in_threads(a.threads, [&](std::atomic<i64>& next) {
-        Scratch s((int)a.head_dim, (int)a.together, a.invariant != 0);
+        Scratch s((int)a.head_dim, (int)a.together, a.invariant || a.together > 1);
         if (!s.memory) return;
         able = true;
         // A head's tiles in this split begin with unit `first`. Rows of the heads lie side by side in memory: all heads

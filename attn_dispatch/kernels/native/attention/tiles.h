@@ -114,7 +114,7 @@ struct Block {
     Block(const Args& a, const Tile& tile, const Run& run, const Span& span, i64 t, i64 end, i64 b, int pitch)
         : tile(tile), run(run), t(t), limit(a.keys_of(b)), seen(a.seen_in(b)), positions(nullptr), lanes(nullptr),
           run_lanes(a.run_lanes ? a.run_lanes[&run - a.runs] : ~(u64)0), packed_heads(a.packed_heads),
-          keys((int)(a.invariant ? end - t : std::min<i64>({span.block(t), end - t, pitch > FEW ? KEYS : FEW_KEYS}))),
+          keys((int)(a.invariant ? end - t : std::min<i64>(span.block(t), end - t))),
           from(0),
           to((int)(tile.count * packed_heads + W - 1) / W), pitch(pitch), partial(span.partial(t, keys)), hidden(false) {
         first = span.first, full_first = span.full_first, full_last = span.full_last;
