@@ -333,7 +333,10 @@ def state_floats(problem: Problem) -> int:
 def scratch_bytes(problem: Problem) -> int:
     """Upper bound of the bytes of all threads' scratch memory, of heads that read in turns, and of splits' states."""
     threads, width = torch.get_num_threads(), padded_width(problem.head_dim)
-    floats = 5 * width * TILE + 6 * BLOCK * max(TILE, width) + MOST_TOGETHER * 2 * LANES * (width + 1)
+    floats = 6 * width * TILE + 2 * TILE + 4 * BLOCK * max(TILE, width)
+    if few_lanes(problem) and side_by_side(problem):
+        own, kept = 2 * LANES * (width + 1), 2 * TILE + LANES * (width + 2 * (BLOCK + LANES))
+        floats += min(problem.kv_heads, MOST_TOGETHER) * (own + kept)
     if problem.k_len >= 2 * SPLIT:
         # Pieces are added until there are UNITS_PER_THREAD for each thread; before the last, there were fewer.
         together = problem.heads if few_lanes(problem) and side_by_side(problem) else 1

@@ -109,31 +109,43 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
             else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane, next);
     }
 #if defined(__AVX512F__)
-    // Scores of the keys of a block for N lanes, with keys along the lanes of a vector: d is added in the order of Dot.
+    // Scores of the keys of a block for N lanes, each added as by Dot: four sums of each of four keys in a vector.
     template <int N> void in_order(const Block& block, i64 next) const {
-        constexpr int EACH = PAIRS ? 2 : 1;
-        for (int t = 0; t < block.keys; t += W) {
-            const E* rows[W];
-            vec sum[N] = {};
-            for (int i = 0; i < W; i++) rows[i] = row(a.k, k, block, std::min(t + i, block.keys - 1));
-            for (int d = 0; d < depth; d += W * EACH) {
-                vec square[W];
-                UNROLL for (int i = 0; i < W; i++) {
-                    if (d * sizeof(E) % CACHE_LINE == 0) fetch((const char*)(rows[i] + d) + next);
-                    if constexpr (PAIRS) square[i] = load(rows[i] + d);
-                    else square[i] = wide(rows[i] + d);
-                }
-                transpose(square);
-                UNROLL for (int i = 0; i < W; i++)
-                    UNROLL for (int n = 0; n < N; n++) {
-                        vec query = Product::spread(s.q + (n * depth + d) / EACH + i);
-                        sum[n] = Product::add(sum[n], query, square[i]);
+        constexpr int EACH = PAIRS ? 2 : 1, GROUPS = N == 1 ? 4 : 8 / N;
+        for (int t = 0; t < block.keys; t += 4 * GROUPS) {
+            const E* rows[4 * GROUPS];
+            for (int i = 0; i < 4 * GROUPS; i++) rows[i] = row(a.k, k, block, std::min(t + i, block.keys - 1));
+            vec sum[GROUPS][N] = {};
+            for (int d = 0; d < depth; d += W * EACH)
+                UNROLL for (int g = 0; g < GROUPS; g++) {
+                    __m512 keys[4];
+                    UNROLL for (int i = 0; i < 4; i++) {
+                        const E* from = rows[4 * g + i] + d;
+                        if (d * sizeof(E) % CACHE_LINE == 0) fetch((const char*)from + next);
+                        if constexpr (PAIRS) keys[i] = (__m512)load(from);
+                        else keys[i] = (__m512)wide(from);
                     }
-            }
-            for (int i = 0; i < std::min(W, block.keys - t); i++) {
+                    gather_quarters(keys);
+                    UNROLL for (int i = 0; i < 4; i++)
+                        UNROLL for (int n = 0; n < N; n++) {
+                            const float* query = s.q + (n * depth + d) / EACH + 4 * i;
+                            sum[g][n] = Product::add(sum[g][n], (vec)_mm512_broadcast_f32x4(load<__m128>(query)), (vec)keys[i]);
+                        }
+                }
+            for (int g = 0; g < GROUPS; g++) put_scores<N>(sum[g], t + 4 * g, block.keys);
+        }
+    }
+    // Of four keys from t on, of which `keys` are there.
+    template <int N> void put_scores(const vec (&sum)[N], int t, int keys) const {
+        for (int first = 0; first < N; first += 4) {
+            __m512 parts[4] = {};
+            for (int n = 0; n < std::min(4, N - first); n++) parts[n] = (__m512)sum[first + n];
+            transpose_quarters(parts);
+            const vec scores = (vec)parts[0] + (vec)parts[1] + (vec)parts[2] + (vec)parts[3];
+            for (int i = 0; i < std::min(4, keys - t); i++) {
                 float* to = s.scores + (t + i) * s.pitch;
-                store(to, vec{}); // unused lanes
-                for (int n = 0; n < N; n++) to[n] = sum[n][i];
+                if (first == 0) store(to, vec{}); // unused lanes
+                std::memcpy(to + first, (const float*)&scores + 4 * i, 16);
             }
         }
     }
@@ -183,7 +195,7 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
             Fetch after = rows_after(block, rows, depth * sizeof(E), FEW_KEYS);
             return s.amx.dot(rows, depth / 2, s.pitch, s.q, s.scores, block.keys, block.from, block.to, &after);
         }
-        if (a.invariant && s.lanes == 1) return in_order<1>(block, next);
+        if (s.lanes == 1) return in_order<1>(block, next);
         if (a.invariant) return s.lanes <= GROUP ? in_order<GROUP>(block, next) : in_order<2 * GROUP>(block, next);
 #endif
         for (int t = 0; t < block.keys; t += GROUP) {

@@ -41,9 +41,6 @@ inline u32 pair_of(Bf16 first, Bf16 second) { return first.bits | (u32)second.bi
 #include "arm/pairs.h"
 #endif
 
-// Without unrolling, the compiler stores the sums on the stack.
-#define UNROLL _Pragma("GCC unroll 16")
-
 // Rows `stride` bytes apart, or those at the listed positions.
 struct Rows {
     const char* data;
@@ -109,18 +106,22 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
     const void* lanes;
     float* scores;
     mutable Ahead ahead = {};
-    bool invariant = false; // whether the number of lanes changes no order of sums
+    bool invariant = false; // whether the number of lanes changes no order of sums: `PARTS` of them, added one by one
     static constexpr int TALL = TALL_ROWS;
     static constexpr bool ALL_TALL = true; // the last rows too: equal keys get equal scores, added in one order
 
     template <int M, int N> void tile(int i0, int n0) const {
+        const int parts = invariant ? PARTS : 1;
+        for (int part = 0; part < parts; part++) tile_part<M, N>(i0, n0, part, parts);
+    }
+    template <int M, int N> void tile_part(int i0, int n0, int part, int parts) const {
         vec sum[M][N] = {};
         const char* row[LISTED ? M : 1];
         UNROLL for (int i = 0; i < (LISTED ? M : 1); i++) row[i] = rows.row<LISTED>(i0 + i);
         const float* x = (const float*)lanes + n0 * W;
         Ahead next = ahead;
         if constexpr (LISTED) next.start(i0);
-        for (int d = 0; d < depth; d++) {
+        for (int d = part; d < depth; d += parts) {
             if (!LISTED || d % 2) next.fetch();
             vec lane[N];
             UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * pitch + n * W);
@@ -131,24 +132,27 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
         }
         if constexpr (!LISTED) ahead = next;
         UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) store(scores + (i0 + i) * pitch + (n0 + n) * W, sum[i][n]);
+            UNROLL for (int n = 0; n < N; n++) {
+                float* to = scores + (i0 + i) * pitch + (n0 + n) * W;
+                store(to, part ? load(to) + sum[i][n] : sum[i][n]);
+            }
     }
     // Up to TALL rows for one vector of lanes; even and odd entries have sums of their own, unless `invariant`. More rows that
     // lie a power of two apart would share one set of the L1 cache.
     template <int M> void tall(int i0, int n0) const {
-        if (invariant) tall_sums<M, 1>(i0, n0);
-        else tall_sums<M, 2>(i0, n0);
+        if (!invariant) return tall_part<M, 2>(i0, n0, 0, 1);
+        for (int part = 0; part < PARTS; part++) tall_part<M, 1>(i0, n0, part, PARTS);
     }
-    template <int M, int EACH> void tall_sums(int i0, int n0) const {
+    template <int M, int EACH> void tall_part(int i0, int n0, int part, int parts) const {
         constexpr int NEAR = LISTED ? 1 : 3; // an address has a register and up to twice another one
         vec sum[EACH][M] = {};
-        const i64 step = rows.stride, size = pitch;
+        const i64 step = rows.stride, size = (i64)pitch * parts;
         const char* row[(M + NEAR - 1) / NEAR];
-        UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] = rows.row<LISTED>(i0 + i);
-        const float* x = (const float*)lanes + n0 * W;
+        UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] = rows.row<LISTED>(i0 + i) + part * 4;
+        const float* x = (const float*)lanes + n0 * W + part * pitch;
         Ahead next = ahead; // in registers
         if constexpr (LISTED) next.start(i0);
-        for (int d = 0; d < depth; d += EACH) {
+        for (int d = part; d < depth; d += EACH * parts) {
             UNROLL for (int e = 0; e < EACH; e++) {
                 if (e > 0 && d + e == depth) break;
                 if (!LISTED || e == 0) next.fetch();
@@ -157,12 +161,13 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
                 UNROLL for (int i = 0; i < M; i++)
                     sum[e][i] = Op::add(sum[e][i], Op::spread(row[i / NEAR] + i % NEAR * step + e * 4), lane);
             }
-            UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] += EACH * 4;
+            UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] += EACH * 4 * parts;
         }
         ahead = next;
         UNROLL for (int i = 0; i < M; i++) {
             if (EACH > 1) sum[0][i] += sum[EACH - 1][i];
-            store(scores + (i0 + i) * size + n0 * W, sum[0][i]);
+            float* to = scores + (i0 + i) * pitch + n0 * W;
+            store(to, part ? load(to) + sum[0][i] : sum[0][i]);
         }
     }
 };

@@ -46,6 +46,7 @@ constexpr int FEW_KEYS = 32; // keys per block then: their rows of one head fit 
 constexpr i64 NEAR_BYTES = 2 << 20; // of a head's keys and values: with more, every block would wait for memory
 constexpr int PARTIAL = 64; // keys per block where not every lane sees every key
 constexpr int CHUNK = 4 * KEYS; // keys that get a softmax of their own, with `invariant`
+constexpr int PARTS = W == 16 ? 4 : 1; // sums of a score, with `invariant`: as Rowwise reads keys
 constexpr int TILE_KEYS = 32; // keys that tile registers add at once
 constexpr int CACHE_LINE = 64;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -58,6 +59,9 @@ static_assert(T % (NV * W) == 0, "a tile is whole register tiles");
 
 typedef float vec __attribute__((vector_size(W * 4)));
 typedef int ivec __attribute__((vector_size(W * 4)));
+
+// Without unrolling, the compiler stores the sums on the stack.
+#define UNROLL _Pragma("GCC unroll 16")
 
 template <class V = vec> inline V load(const void* p) { V x; std::memcpy(&x, p, sizeof x); return x; }
 template <class V> inline void store(void* p, V x) { std::memcpy(p, &x, sizeof x); }
@@ -176,27 +180,32 @@ inline void put(Bf16* to, vec x) {
     store(to, _mm512_cvtepi32_epi16((__m512i)(rounded >> 16)));
 }
 
+// Of four rows: x[i] has column i of each quarter, four floats side by side; or quarter i of each.
+inline void transpose_quarters(__m512 (&x)[4]) {
+    __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+    __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+    auto pair = [](__m512 x, __m512 y, bool high) {
+        return (__m512)(high ? _mm512_unpackhi_pd((__m512d)x, (__m512d)y) : _mm512_unpacklo_pd((__m512d)x, (__m512d)y));
+    };
+    x[0] = pair(a, c, false), x[1] = pair(a, c, true), x[2] = pair(b, d, false), x[3] = pair(b, d, true);
+}
+inline void gather_quarters(__m512 (&x)[4]) {
+    __m512 a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
+    __m512 c = _mm512_shuffle_f32x4(x[0], x[1], 0xee), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+    x[0] = _mm512_shuffle_f32x4(a, b, 0x88), x[1] = _mm512_shuffle_f32x4(a, b, 0xdd);
+    x[2] = _mm512_shuffle_f32x4(c, d, 0x88), x[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
+}
 // x[i][j] becomes x[j][i].
 inline void transpose(vec (&x)[W]) {
-    __m512 a[W], b[W];
-    for (int i = 0; i < W; i += 2) {
-        a[i] = _mm512_unpacklo_ps((__m512)x[i], (__m512)x[i + 1]);
-        a[i + 1] = _mm512_unpackhi_ps((__m512)x[i], (__m512)x[i + 1]);
+    __m512 by_rows[4][4]; // of rows 4i to 4i + 3
+    UNROLL for (int i = 0; i < 4; i++) {
+        UNROLL for (int c = 0; c < 4; c++) by_rows[i][c] = (__m512)x[4 * i + c];
+        transpose_quarters(by_rows[i]);
     }
-    for (int i = 0; i < W; i += 4) // in quarter q of b[i + c], column 4q + c of rows i to i + 3
-        for (int half = 0; half < 2; half++) {
-            __m512d first = (__m512d)a[i + half], second = (__m512d)a[i + 2 + half];
-            b[i + 2 * half] = (__m512)_mm512_unpacklo_pd(first, second);
-            b[i + 2 * half + 1] = (__m512)_mm512_unpackhi_pd(first, second);
-        }
-    for (int i = 0; i < 4; i++)
-        for (int half = 0; half < W; half += 8) {
-            a[half + i] = _mm512_shuffle_f32x4(b[half + i], b[half + 4 + i], 0x88);
-            a[half + 4 + i] = _mm512_shuffle_f32x4(b[half + i], b[half + 4 + i], 0xdd);
-        }
-    for (int i = 0; i < 8; i++) {
-        x[i] = (vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
-        x[i + 8] = (vec)_mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+    UNROLL for (int c = 0; c < 4; c++) {
+        __m512 column[4] = {by_rows[0][c], by_rows[1][c], by_rows[2][c], by_rows[3][c]};
+        gather_quarters(column);
+        UNROLL for (int q = 0; q < 4; q++) x[4 * q + c] = (vec)column[q];
     }
 }
 #endif
