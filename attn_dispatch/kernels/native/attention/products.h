@@ -106,12 +106,12 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
     const void* lanes;
     float* scores;
     mutable Ahead ahead = {};
-    bool invariant = false; // whether the number of lanes changes no order of sums: `PARTS` of them, added one by one
+    bool invariant = false; // whether the number of lanes changes no order of sums: `PARTIAL_SUMS` of them, added one by one
     static constexpr int TALL = TALL_ROWS;
     static constexpr bool ALL_TALL = true; // the last rows too: equal keys get equal scores, added in one order
 
     template <int M, int N> void tile(int i0, int n0) const {
-        const int parts = invariant ? PARTS : 1;
+        const int parts = invariant ? PARTIAL_SUMS : 1;
         for (int part = 0; part < parts; part++) tile_part<M, N>(i0, n0, part, parts);
     }
     template <int M, int N> void tile_part(int i0, int n0, int part, int parts) const {
@@ -141,7 +141,7 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
     // lie a power of two apart would share one set of the L1 cache.
     template <int M> void tall(int i0, int n0) const {
         if (!invariant) return tall_part<M, 2>(i0, n0, 0, 1);
-        for (int part = 0; part < PARTS; part++) tall_part<M, 1>(i0, n0, part, PARTS);
+        for (int part = 0; part < PARTIAL_SUMS; part++) tall_part<M, 1>(i0, n0, part, PARTIAL_SUMS);
     }
     template <int M, int EACH> void tall_part(int i0, int n0, int part, int parts) const {
         constexpr int NEAR = LISTED ? 1 : 3; // an address has a register and up to twice another one

@@ -46,7 +46,7 @@ constexpr int FEW_KEYS = 32; // keys per block then: their rows of one head fit 
 constexpr i64 NEAR_BYTES = 2 << 20; // of a head's keys and values: with more, every block would wait for memory
 constexpr int PARTIAL = 64; // keys per block where not every lane sees every key
 constexpr int CHUNK = 4 * KEYS; // keys that get a softmax of their own, with `invariant`
-constexpr int PARTS = W == 16 ? 4 : 1; // sums of a score, with `invariant`: as Rowwise reads keys
+constexpr int PARTIAL_SUMS = W == 16 ? 4 : 1; // sums of a score, with `invariant`: as Rowwise reads keys
 constexpr int TILE_KEYS = 32; // keys that tile registers add at once
 constexpr int CACHE_LINE = 64;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
