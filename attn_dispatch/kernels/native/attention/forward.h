@@ -109,8 +109,8 @@ void forward_turns(const Args& a, const Tile& tile, i64 b, i64 h, i64 split, flo
                 keep(i);
                 s.clear(depth);
             }
-            if (in_parts) s.select_scores(i, depth, heads, 0);
-            else products.score(block);
+            s.select_scores(i, depth, heads, 0);
+            if (!in_parts) products.score(block);
             change_scores(a, s, block, b, h + i * a.packed_heads, products.unit);
             block.hide(s.scores);
             draw_kept(a, s, block, b, h + i * a.packed_heads);
