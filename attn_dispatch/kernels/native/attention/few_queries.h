@@ -40,10 +40,7 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
         const int step = PAIRS && !(a.invariant && as_tiles(a)) ? 2 * W : W;
         return s.lanes <= 2 * GROUP && a.head_dim % step == 0 && !a.order && (!a.invariant || has_order(a));
     }
-    Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP),
-          apart(as_tiles(a)) {
-        if (!a.invariant) std::memset(s.scores, 0, sizeof(float) * FEW_KEYS * s.pitch); // of unused lanes
-    }
+    Rowwise(const Args& a, Scratch& s) : KeyHead<E>(a, s), groups((s.lanes + GROUP - 1) / GROUP), apart(as_tiles(a)) {}
     void begin(i64 b, i64 h) {
         const E* q = head_of<E>(a.q, b, h);
         float factor = (float)(a.scale * LOG2_E);
@@ -104,6 +101,7 @@ template <class E, bool PAIRS = false> struct Rowwise : KeyHead<E> {
         put_totals<M, GROUP>(sum, s.scores + t * s.pitch + lane, s.pitch);
     }
     template <class F> void dots(const F* const* rows, int keys, int t, i64 next) const {
+        std::memset(s.scores + t * s.pitch, 0, sizeof(float) * keys * s.pitch); // of unused lanes
         for (int lane = 0; lane < groups * GROUP; lane += GROUP, next = 0)
             if (keys == GROUP) dot<GROUP>(rows, t, lane, next);
             else for (int i = 0; i < keys; i++) dot<1>(rows + i, t + i, lane, next);
