@@ -46,7 +46,7 @@ CheckedRun = tuple[dict[str, Tensor], int | None, float]
 
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
 CASE_S = 0.01  #: seconds that a hard case is expected to take
-PREPARE_LIMIT = 10.0  #: factor on the time limit of a call, for a backend's `prepare`, which may compile
+LONG_LIMIT = 10.0  #: factor on the time limit of a call, for `prepare`, which may compile, and for a check by many calls
 FIRST_CALL_FACTOR = 10.0  #: factor on the time that a backend declares for a first call, before it counts as hung
 _PASSED_FORMAT = "3"  # to be changed with the hard cases, so that every version must pass the new ones
 LOADING_MS, CPU_LOADING_MS = 2000.0, 5.0  #: milliseconds of a first call that may be one-time work
@@ -170,7 +170,7 @@ class Gate:
         return self.prepared[candidate.name]
 
     def _prepare(self, candidate: Candidate) -> Rejected | None:
-        version, where, limit_s = candidate.version, self.address.silicon, PREPARE_LIMIT * timeout_s()
+        version, where, limit_s = candidate.version, self.address.silicon, LONG_LIMIT * timeout_s()
         if (call := candidate.backend.prepare) is None:
             return None
         try:
@@ -231,7 +231,8 @@ class Gate:
         name = digest(_PASSED_FORMAT, check.__name__, *candidate.id, candidate.version, repr(self.problem))
         if passed.has_passed(cache_folder(), self.address.silicon, name):
             return ""
-        run, limit_s = partial(check, candidate.backend, self.problem), self._limit_s(candidate, self.problem)
+        run = partial(check, candidate.backend, self.problem)
+        limit_s = LONG_LIMIT * self._limit_s(candidate, self.problem)
         if (rejected := self.prepare(candidate)) is not None:
             return rejected.reason
         found = self._tried(candidate, lambda: self._guarded([run], limit_s)[0])
