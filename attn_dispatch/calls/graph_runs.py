@@ -51,13 +51,18 @@ def call_of(
 ) -> tuple[Call, tuple[Tensor, ...]]:
     """The call that an operator computes; and its inputs, which are leaves where gradients are needed."""
     encoded = Encoded(*given)
+    mesh = None
+    if encoded.ranks is not None:
+        from attn_dispatch.ring import over_mesh  # loads torch.distributed
+
+        mesh = over_mesh.mesh_of(encoded.ranks)
     if not needs_grad:
-        return decoded(qkv, encoded, return_lse), qkv
+        return decoded(qkv, encoded, return_lse)._replace(mesh=mesh), qkv
     inputs = tuple(x.detach().requires_grad_() for x in qkv)
     if encoded.bias is not None and encoded.bias_needs_grad:
         inputs = (*inputs, encoded.bias.detach().requires_grad_())
         encoded = encoded._replace(bias=inputs[3])
-    return decoded(inputs[:3], encoded, return_lse), inputs
+    return decoded(inputs[:3], encoded, return_lse)._replace(mesh=mesh), inputs
 
 
 def results(q: Tensor, out: Tensor, lse: Tensor | None, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -86,6 +91,10 @@ def with_gradients(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Ten
         known: out and lse of the forward pass. They are computed again where this left lse out, or was traced without
             gradients.
     """
+    if call.mesh is not None:
+        from attn_dispatch.ring import over_mesh
+
+        return over_mesh.out_and_lse(call, known)
     if (found := packing.decided(call)) is None:
         return None
     call, given, problem, resolved = found

@@ -38,6 +38,7 @@ class Encoded(NamedTuple):
     softcap: float | None
     backend: str | None
     order: str | None
+    ranks: str | None
     first_head: int | None
     all_heads: int | None
     dropout_p: float
@@ -69,9 +70,9 @@ TENSORS = [name for name, kind in SCHEMA.items() if kind == "Tensor?"]
 FIELDS = {name: [each.name for each in fields(kind)] for name, kind in PATTERNS.items()}  # type: ignore[arg-type]
 
 
-def encoded(call: Call, bias_needs_grad: bool, seed: Tensor | None = None) -> Encoded:
-    """What an operator takes of a call, and of dropout its seed; `decoded` reads it. Raises InvalidInput."""
-    given = {name: getattr(call, name) for name in SAME} | {"seed": seed}
+def encoded(call: Call, bias_needs_grad: bool, seed: Tensor | None, ranks: str | None) -> Encoded:
+    """What an operator takes of a call, of dropout its seed, and of a mesh its number; `decoded` reads it."""
+    given = {name: getattr(call, name) for name in SAME} | {"seed": seed, "ranks": ranks}
     given["pattern_data"] = call.tensors.get("pattern_data")
     given["pattern"], given["numbers"] = encoded_pattern(call)
     for name, least in (("first_head", 0), ("all_heads", 1)):

@@ -81,8 +81,11 @@ def applies(call: Call) -> bool:
     return True
 
 
-def attend_by_operator(call: Call) -> Any:
+def attend_by_operator(call: Call, ranks: str | None = None) -> Any:
     """`attend` for a call to which the operator `applies`; torch.compile traces this function.
+
+    Args:
+        ranks: those of a mesh, as `ring.over_mesh` names them.
 
     Raises:
         InvalidInput: of what the graph depends on. The rest is checked when the operator runs.
@@ -98,7 +101,7 @@ def attend_by_operator(call: Call) -> Any:
     needs_grad = torch.is_grad_enabled() and wanted
     # Inside vmap a tensor does not tell whether autograd outside of it wants a gradient.
     seed = drawn_seed(q.device) if call.dropout_p else None  # out here, so that whoever replays the operator draws too
-    given = encoded(call, bias is not None and (bias.requires_grad or transformed), seed)
+    given = encoded(call, bias is not None and (bias.requires_grad or transformed), seed, ranks)
     if not torch.compiler.is_dynamo_compiling():
         _check_fake(call)
     q, k, v = call.tokens_first
