@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import process_state
-from attn_dispatch.calls import packing, widths
-from attn_dispatch.decisions.call import ResolvedCall, resolve
+from attn_dispatch.calls import packing
 from attn_dispatch.decisions.graphs.encoding import Encoded, decoded
 from attn_dispatch.decisions.trial_limits import without_saving_hooks
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, result_known
 from attn_dispatch.kernels.contract import refusals_of
+from attn_dispatch.kernels.dropout import seeded
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.private import with_autograd
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
-from attn_dispatch.spec.tensors import check_seq_lens_values, without_autocast
+from attn_dispatch.spec.tensors import without_autocast
 
 
 @contextmanager
-def as_eager_call(device_type: str, needs_grad: bool) -> Iterator[None]:
+def as_eager_call(device_type: str, needs_grad: bool, seed: Tensor | None) -> Iterator[None]:
     """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off.
 
     A checkpoint that replays an operator's results sees nothing that is saved inside it.
@@ -42,6 +42,7 @@ def as_eager_call(device_type: str, needs_grad: bool) -> Iterator[None]:
         stack.enter_context(torch.set_grad_enabled(needs_grad))
         stack.enter_context(tracing.inside_operator())
         stack.enter_context(without_saving_hooks())
+        stack.enter_context(seeded(seed))
         yield
 
 
@@ -50,13 +51,18 @@ def call_of(
 ) -> tuple[Call, tuple[Tensor, ...]]:
     """The call that an operator computes; and its inputs, which are leaves where gradients are needed."""
     encoded = Encoded(*given)
+    mesh = None
+    if encoded.ranks is not None:
+        from attn_dispatch.ring import over_mesh  # loads torch.distributed
+
+        mesh = over_mesh.mesh_of(encoded.ranks)
     if not needs_grad:
-        return decoded(qkv, encoded, return_lse), qkv
+        return decoded(qkv, encoded, return_lse)._replace(mesh=mesh), qkv
     inputs = tuple(x.detach().requires_grad_() for x in qkv)
     if encoded.bias is not None and encoded.bias_needs_grad:
         inputs = (*inputs, encoded.bias.detach().requires_grad_())
         encoded = encoded._replace(bias=inputs[3])
-    return decoded(inputs[:3], encoded, return_lse), inputs
+    return decoded(inputs[:3], encoded, return_lse)._replace(mesh=mesh), inputs
 
 
 def results(q: Tensor, out: Tensor, lse: Tensor | None, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -85,25 +91,16 @@ def with_gradients(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Ten
         known: out and lse of the forward pass. They are computed again where this left lse out, or was traced without
             gradients.
     """
-    if call.packs and (cut := packing.of_data(call)) is not None:
-        (call,) = cut.calls
-    if call.key_lens is not None or widths.unequal(call) or widths.is_empty(call):
+    if call.mesh is not None:
+        from attn_dispatch.ring import over_mesh
+
+        return over_mesh.out_and_lse(call, known)
+    if (found := packing.decided(call)) is None:
         return None
-    call, given = widths.plain_call(call), None
-    resolved: ResolvedCall | None
-    if call.packs:
-        given, problem = packing.described(call)
-        if problem is None:
-            return None
-        resolved = packing.at_once(problem, given, (call.backend, call.order))
-        if resolved is None:
-            _without_lse.add(problem)
-            return None
-    else:
-        problem = Problem.of_call(call)
-        if call.seq_lens is not None:
-            check_seq_lens_values(call.seq_lens, problem.q_len)
-        resolved = resolve(problem, call.backend, call.order)
+    call, given, problem, resolved = found
+    if resolved is None:
+        _without_lse.add(problem)
+        return None
     known = None if known is None or not known[1].numel() or problem in _without_lse else known
     # lse is needed by the backward pass. What decides is the call without it, as where no graph is made.
     if not call.return_lse and _gives_lse(resolved.backend.split("@")[0], problem):

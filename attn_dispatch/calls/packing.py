@@ -24,6 +24,7 @@ from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput, NoBackend
 from attn_dispatch.kernels import device_cache, registry
 from attn_dispatch.kernels.autograd import result_known
+from attn_dispatch.kernels.dropout import BY_SEED
 from attn_dispatch.kernels.limits import LARGEST_GRID
 from attn_dispatch.kernels.numerics import with_sink
 from attn_dispatch.spec import tracing
@@ -31,9 +32,9 @@ from attn_dispatch.spec.checks import boolean
 from attn_dispatch.spec.data import Blocks, DataPattern, Ranges, derived
 from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Dense
-from attn_dispatch.spec.problem import Call, Problem, choose_pattern
+from attn_dispatch.spec.problem import Call, Problem, choose_pattern, dropout
 from attn_dispatch.spec.shapes import measured_for
-from attn_dispatch.spec.tensors import autocast_dtype, check_sink, without_autocast
+from attn_dispatch.spec.tensors import autocast_dtype, check_seq_lens_values, check_sink, without_autocast
 from attn_dispatch.store.decision import TIMED, Row
 
 MOST_KEPT = 8  #: lengths of documents by which a pattern's intervals are kept cut
@@ -298,14 +299,45 @@ def described(call: Call) -> tuple[Documents, Problem | None]:
     return Documents(lengths, call.q.device), replace(problem, is_document=True) if common else None
 
 
-def is_one(call: Call) -> bool:
-    """Whether a backend runs a call as one, so that its out and lse are all that its backward pass needs."""
+def decided(call: Call) -> tuple[Call, Documents | None, Problem, ResolvedCall | None] | None:
+    """A call that a backend runs as one, as that takes it, and what runs it; None for others.
+
+    What runs it is None where documents are computed one by one.
+    """
+    if call.packs and (cut := of_data(call)) is not None:
+        (call,) = cut.calls
     if call.key_lens is not None or unequal(call) or is_empty(call):
-        return False
-    if not call.packs or isinstance(call.pattern, DataPattern):
-        return True
-    given, whole = described(call)
-    return whole is not None and at_once(whole, given, (call.backend, call.order)) is not None
+        return None
+    call = plain_call(call)
+    if call.packs:
+        given, whole = described(call)
+        return None if whole is None else (call, given, whole, at_once(whole, given, (call.backend, call.order)))
+    problem = Problem.of_call(call)
+    if call.seq_lens is not None:
+        check_seq_lens_values(call.seq_lens, problem.q_len)
+    return call, None, problem, resolve(problem, call.backend, call.order)
+
+
+def as_one(call: Call) -> Call | None:
+    """A call whose out and lse are all that its backward pass needs: a backend runs it as one.
+
+    With dropout that backend is forced. It is one that takes a seed, and stays the same in the process: another one, of
+    which a recomputed call hears meanwhile, may drop other weights.
+    """
+    if not dropout(call.dropout_p) and not call.packs:
+        return None if call.key_lens is not None or unequal(call) or is_empty(call) else call
+    found = decided(call)
+    if found is None or found[3] is None or not dropout(call.dropout_p):
+        return None if found is None or found[3] is None else call
+    with lock:
+        choice = _dropping.setdefault((found[2], call.backend, call.order), found[3].backend)
+        drop_oldest(_dropping, MAX_CALLS)
+    name, _, order = choice.partition("@")
+    return call._replace(backend=name, order=order or NATURAL) if name in BY_SEED else None
+
+
+_dropping: dict[Any, str] = {}
+process_state.register(process_state.DECISIONS, _dropping.clear)
 
 
 def check_alone(call: Call) -> None:

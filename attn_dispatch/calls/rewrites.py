@@ -68,8 +68,10 @@ def as_operator(call: Call) -> Rewritten | None:
     Selective checkpoints see one for each run of a backend: of several, a backward pass would compute again what
     was saved.
     """
-    if operators.applies(call) and (tracing.is_traced(*call.qkv) or packing.is_one(call)):
-        return Rewritten([], lambda _: operators.attend_by_operator(call))
+    if operators.applies(call):
+        one = call if tracing.is_traced(*call.qkv) else packing.as_one(call)
+        if one is not None:
+            return Rewritten([], lambda _: operators.attend_by_operator(one))
     tracing.refuse_jit()
     tracing.check_sizes(q=call.q, k=call.k, v=call.v)
     return None

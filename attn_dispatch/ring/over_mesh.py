@@ -9,22 +9,25 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attn_dispatch.decisions.call import Rewritten, notify, observed, only
 from attn_dispatch.decisions.decide import drop_oldest
 from attn_dispatch.decisions.explanation import Explanation
+from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.decisions.trial_limits import on_cpu
 from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.log import logger
 from attn_dispatch.private import CheckpointStop
 from attn_dispatch.ring import group_decision
-from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent
+from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent, group_of
 from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem, equal_on_ranks, local_problem
-from attn_dispatch.ring.shards import spread_of
+from attn_dispatch.ring.shards import Sharded, spread_of
 from attn_dispatch.ring.trial import Trial
 from attn_dispatch.settings import budget_ms, expected_calls, mode
+from attn_dispatch.spec import tracing
 from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.orders import EXCHANGES, LOCAL
 from attn_dispatch.spec.pattern import Pattern
@@ -90,7 +93,24 @@ def attend_over(link: Link, kind: str, call: Call) -> Any:
     """`attend` over a link's ranks; `kind` is that of the shards."""
     with errors_sent(link):
         checked = _checked(call, kind)
-    return _run(*_decision_for(link, checked), call)
+    apart = call.dropout_p or tracing.is_traced(*call.qkv) or tracing.context_parallel() is not None
+    if not apart and operators.applies(call._replace(mesh=None)):  # in a selective checkpoint
+        return operators.attend_by_operator(call, f"{id(link.group)} {kind}")
+    return call.returned(*_run(*_decision_for(link, checked), call))
+
+
+def mesh_of(ranks: str) -> Sharded:
+    """The mesh that `attend_over` gave an operator. Raises InvalidInput: its process group was destroyed."""
+    number, kind = ranks.split()
+    return Sharded(group_of(int(number)), kind)
+
+
+def out_and_lse(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+    """What an operator over ranks computes where gradients are needed; with `known`, what has these in its graph."""
+    link, spread = spread_of(call.mesh)
+    sharded, decision = _decision_for(link, _checked(call, spread.kind))
+    with_lse = replace(sharded, problem=replace(sharded.problem, return_lse=True))
+    return _run(with_lse, decision, call, known)
 
 
 def explain_over(link: Link, kind: str, call: Call) -> Explanation:
@@ -192,14 +212,17 @@ def _inputs(sharded: ShardedProblem, call: Call) -> Any:
     return tuple(x.to(sharded.problem.dtype) for x in call.tokens_first)
 
 
-def _run(sharded: ShardedProblem, decision: Decision, call: Call) -> Any:
+def _run(
+    sharded: ShardedProblem, decision: Decision, call: Call, known: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None]:
     try:
         with without_autocast(call.q.device.type):
             run = observed(sharded.run, sharded.problem)
-            out, lse = run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask)
+            found: tuple[Tensor, Tensor | None]
+            found = run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask, known)
+            return found
     except (AttnDispatchError, CheckpointStop):
         raise
     except Exception as error:
         what = f"{NAME} ({decision.order}) failed on rank {sharded.link.rank} on {sharded.problem}"
         raise BackendFailed(f"{what}: {type(error).__name__}: {error}") from error
-    return call.returned(out, lse)

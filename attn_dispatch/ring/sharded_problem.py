@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.kernels.autograd import differentiable
+from attn_dispatch.kernels.autograd import differentiable, result_known
 from attn_dispatch.kernels.hidden import Hidden, hidden_by_masks, padding_mask
 from attn_dispatch.kernels.numerics import with_positive_scale
 from attn_dispatch.ring.engine import ulysses
@@ -104,12 +105,14 @@ class ShardedProblem:
         v: Tensor,
         seq_lens: Tensor | None = None,
         key_mask: Tensor | None = None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse (None unless needed) of this rank's shard; a collective.
 
         Args:
             q, k, v: [batch, this rank's tokens, heads, head_dim].
             seq_lens: [batch], of the whole sequence. key_mask: [batch, this rank's tokens].
+            known: out and lse, which are then not computed.
 
         Raises:
             RankLost: a rank has exited, or did not answer in time. Errors of kernels are raised as they are.
@@ -120,25 +123,29 @@ class ShardedProblem:
         if mask is not None:
             mask = gathered(mask.to(torch.uint8), self.link, self.layout.chunks, 1, sums=False).bool()
         if exchange != ULYSSES:
-            return self._run(exchange, q, k, v, seq_lens, mask)
+            return self._run(exchange, q, k, v, seq_lens, mask, known)
         problem, how = self.problem, (self.link.transport, self.layout)
         share = ulysses.share_of(problem, self.layout.ranks)
         alone = replace(self, problem=share, layout=Layout((problem.q_len,)))
         q, k, v = ulysses.all_to_all(*how, True, q, k, v)
-        out, lse = alone._run(exchange, q, k, v, seq_lens, mask)
+        if known is not None:
+            whole, sums = ulysses.all_to_all(*how, True, known[0], known[1].transpose(1, 2))
+            known = whole, sums.transpose(1, 2)
+        out, lse = alone._run(exchange, q, k, v, seq_lens, mask, known)
         results = (out, lse.transpose(1, 2)) if problem.return_lse else (out,)
         out, *others = ulysses.all_to_all(*how, False, *results)
         return out, others[0].transpose(1, 2) if others else None
 
     def _run(
-        self, exchange: str, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None
+        self, exchange: str, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None, known: Any
     ) -> tuple[Tensor, Tensor]:
         """The same, with the mask of all tokens; of all tokens and no exchange where the layout has one rank."""
         q, problem = with_positive_scale(q, self.problem)
         ring = self._call(exchange, problem, seq_lens, mask)
         call = self._hidden(ring).around(ring)
         if problem.needs_grad:
-            return differentiable(q, k, v, call)
+            with nullcontext() if known is None else result_known(k, v, *known):
+                return differentiable(q, k, v, call)
         with torch.no_grad():
             return call.forward(q, k, v)
 

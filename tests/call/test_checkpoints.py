@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attn_dispatch import attend
+from attn_dispatch.calls import packing
+from attn_dispatch.decisions.call import resolve
 from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support.calls import drawn, forget
@@ -82,6 +84,15 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, is_causal=True).float()  # type: ignore[no-any-return]
 
 
+def dropped_before(pattern: Pattern, **given: Any) -> Attention:
+    """With numbers drawn after those of attention, which a checkpoint draws again."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.dropout(attend(q, k, v, pattern, dropout_p=0.3, **given), 0.5, train=True)
+
+    return attention
+
+
 CALLS: dict[str, Attention] = {
     "mask": lambda q, k, v: attend(q, k, v, Window(5, 5), key_mask=SEEN.expand(2, -1)),
     "lengths": lambda q, k, v: attend(q, k, v, is_causal=True, seq_lens=torch.tensor([LENGTH, 7])),
@@ -100,6 +111,12 @@ CALLS: dict[str, Attention] = {
     "lse": with_lse,
     "narrow values": narrow,
     "autocast": under_autocast,
+    "dropout": dropped_before(PATTERNS[0]),
+    "dropout of a window": dropped_before(PATTERNS[1], key_mask=SEEN.expand(2, -1)),
+    "dropout of branches": dropped_before(PATTERNS[2], sink=torch.ones(HEADS)),
+    "dropout of a grid": dropped_before(PATTERNS[3]),
+    "dropout of data": dropped_before(Ranges.spans(DOCUMENTS, left=3)),
+    "dropout of documents": dropped_before(PATTERNS[0], documents=DOCUMENTS, backend="native"),
 }
 
 
@@ -140,7 +157,13 @@ def test_whatever_a_call_asks_for(name: str, forwards: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"documents": DOCUMENTS, "backend": "tiles"}, {"backend": "manual"}, {"dropout_p": 0.2}], ids=str
+    "given",
+    [
+        {"documents": DOCUMENTS, "backend": "tiles"},
+        {"backend": "manual"},
+        {"backend": "manual", "dropout_p": 0.2},
+    ],
+    ids=str,
 )
 def test_what_is_no_operator_is_computed_again(given: Any, forwards: list[str]) -> None:
     """Twice, and no third time for gradients."""
@@ -152,6 +175,44 @@ def test_what_is_no_operator_is_computed_again(given: Any, forwards: list[str]) 
     assert once or "documents" not in given
     assert same(step(attention, saving(OP)), expected)
     assert len(forwards) == 3 * once
+
+
+def test_dropout_entry_by_entry() -> None:
+    """Of the formula in float64, which drops the same weights of one seed."""
+    tensors = [drawn(2, LENGTH, HEADS, WIDTH, seed=seed).requires_grad_() for seed in range(3)]
+    q, k, v = tensors
+    torch.manual_seed(5)
+    found = saving(OP)(lambda q: attend(q.sin(), k, v, Window(9, 0), dropout_p=0.3, backend="native").square(), q)
+    torch.manual_seed(5)
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    exact = attend(doubles[0].sin(), *doubles[1:], Window(9, 0), dropout_p=0.3, backend="manual").square()
+    expected = (exact, *torch.autograd.grad(exact.sum(), doubles))
+    for one, other in zip((found, *torch.autograd.grad(found.sum(), tensors)), expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_keeps_its_choice(monkeypatch: pytest.MonkeyPatch, forwards: list[str]) -> None:
+    """Of the backends that drop other weights of this grid, the one of the forward pass serves the backward pass."""
+    attention = dropped_before(PATTERNS[3])
+    expected = step(attention)
+    forwards.clear()
+    found = step(attention, saving(OP))
+    monkeypatch.setattr(packing, "resolve", lambda problem, name, order: resolve(problem, name or "manual", order))
+    assert len(forwards) == 1
+    assert same(found, expected)
+    assert same(step(attention, saving(OP)), expected)
+    forget()
+    assert not same(step(attention, saving(OP)), expected)
+
+
+def test_dropout_by_another_generator(monkeypatch: pytest.MonkeyPatch, forwards: list[str]) -> None:
+    """A kernel that takes no seed runs again, and draws the same numbers."""
+    monkeypatch.setattr(packing, "BY_SEED", ())
+    attention = dropped_before(PATTERNS[0])
+    expected = step(attention)
+    forwards.clear()
+    assert same(step(attention, saving(OP)), expected)
+    assert len(forwards) == 2
 
 
 def test_a_policy_sees_each_call_once() -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from attn_dispatch import Sharded, attend, explain, shard, shard_positions, unshard, weights_of
 from attn_dispatch.errors import InvalidInput
+from attn_dispatch.ring.engine.passes import RingCall
+from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.orders import GATHER, RING, ULYSSES
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support import ring_ranks
 from tests.support.calls import close, formula
+from tests.support.graphs import OP
+from tests.support.pairwise import thinned
 from tests.support.ring_calls import changed, part, tensors
 from tests.support.ring_ranks import Ranks
 
@@ -173,6 +179,50 @@ def checkpointed(order: str, layer: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("layer", ["last", "first"])
 def test_checkpoints(ranks: Ranks, order: str, layer: str) -> None:
     assert ranks.everywhere(checkpointed, order, layer, ranks=2) == [(True, True)] * 2
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "mask": lambda q, k, v, **how: attend(q, k, v, key_mask=torch.arange(24).expand(2, -1) % 5 != 2, **how),
+    "lse": lambda q, k, v, **how: attend(q, k, v, Window(9, 0), return_lse=True, **how)[1],
+    "lengths": lambda q, k, v, **how: attend(
+        *(x.transpose(1, 2) for x in (q, k, v)), layout="bhnd", is_causal=True, seq_lens=torch.tensor([48, 30]), **how
+    ),
+    "data": lambda q, k, v, **how: attend(q, k, v, Ranges.spans(torch.arange(48)[None] // 10, left=3), **how),
+}
+SAVED: dict[str, Any] = {"attention": [OP], "products": [torch.ops.aten.mm.default], "all": None}
+
+
+def everything(*args: Any, **more: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def computed(order: str, name: str, saved: str) -> tuple[int, int, bool]:
+    """A job: forward passes without and with a checkpoint, and whether gradients have the same bits."""
+    mesh, counted, forward, found = Sharded(ring_ranks.group(), "zigzag"), list[int](), RingCall.forward, list[Any]()
+    contexts: Any = partial(create_selective_checkpoint_contexts, SAVED[saved] or everything)
+
+    def counting(call: RingCall, *qkv: Tensor) -> Any:
+        counted.append(1)
+        return forward(call, *qkv)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return CALLS[name](q.sin(), k, v, mesh=mesh, order=order).sin()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RingCall, "forward", counting)
+        for around in (run, partial(checkpoint, run, use_reentrant=False, context_fn=contexts)):
+            local = part(mesh, grads="qkv")
+            counted.clear()
+            grads = torch.autograd.grad(around(*local).square().sum(), local)
+            found.append((len(counted), grads))
+    (once, expected), (often, grads) = found
+    return once, often, all(map(torch.equal, grads, expected)) and all(bool(x.any()) for x in grads[:2])
+
+
+@thinned(("order", "name", "saved"), [*product((RING, GATHER, ULYSSES), CALLS, SAVED)], 12)
+def test_selective_checkpoints(ranks: Ranks, order: str, name: str, saved: str) -> None:
+    """What a policy saves of attention is not computed again, whatever the exchange."""
+    assert ranks.everywhere(computed, order, name, saved, ranks=2) == [(1, 2 if saved == "products" else 1, True)] * 2
 
 
 class Block(nn.Module):

@@ -31,14 +31,17 @@ class Encoded(NamedTuple):
     bias: Tensor | None
     key_lens: Tensor | None
     pattern_data: Tensor | None
+    seed: Tensor | None
     pattern: str
     numbers: list[int]
     scale: float | None
     softcap: float | None
     backend: str | None
     order: str | None
+    ranks: str | None
     first_head: int | None
     all_heads: int | None
+    dropout_p: float
     bias_needs_grad: bool
 
     @classmethod
@@ -57,7 +60,7 @@ class Encoded(NamedTuple):
 
 _TYPES = {
     Tensor | None: "Tensor?", str: "str", list[int]: "SymInt[]", float | None: "float?", str | None: "str?",
-    int | None: "SymInt?", bool: "bool",
+    int | None: "SymInt?", bool: "bool", float: "float",
 }  # fmt: skip
 #: The fields of `Encoded` with their types in a graph.
 SCHEMA = {name: _TYPES[kind] for name, kind in get_type_hints(Encoded).items()}
@@ -67,9 +70,9 @@ TENSORS = [name for name, kind in SCHEMA.items() if kind == "Tensor?"]
 FIELDS = {name: [each.name for each in fields(kind)] for name, kind in PATTERNS.items()}  # type: ignore[arg-type]
 
 
-def encoded(call: Call, bias_needs_grad: bool) -> Encoded:
-    """What an operator takes of a call; `decoded` reads it. Raises InvalidInput."""
-    given = {name: getattr(call, name) for name in SAME}
+def encoded(call: Call, bias_needs_grad: bool, seed: Tensor | None, ranks: str | None) -> Encoded:
+    """What an operator takes of a call, of dropout its seed, and of a mesh its number; `decoded` reads it."""
+    given = {name: getattr(call, name) for name in SAME} | {"seed": seed, "ranks": ranks}
     given["pattern_data"] = call.tensors.get("pattern_data")
     given["pattern"], given["numbers"] = encoded_pattern(call)
     for name, least in (("first_head", 0), ("all_heads", 1)):

@@ -19,6 +19,7 @@ from attn_dispatch.decisions.unmeasured import check_names
 from attn_dispatch.errors import BackendFailed, InvalidInput, NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import NO_TANGENTS, refuse_second
+from attn_dispatch.kernels.dropout import drawn_seed
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.private import forward_ad, modes
 from attn_dispatch.spec import tracing
@@ -63,23 +64,28 @@ _backward_op = torch.ops.attn_dispatch.attend_backward.default
 def applies(call: Call) -> bool:
     """Whether a call is to be the operator: it is traced or seen by a dispatch mode.
 
-    It is not with dropout or over ranks. A forced backend that consists of PyTorch's operators is traced through, and
+    It is not over ranks, nor traced with dropout. A forced backend of PyTorch's operators is traced through, and
     inside transforms and selective checkpoints only the plain formula, which has all derivatives.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
-    if not tracing.as_operator(*call.qkv) or dropout(call.dropout_p) or call.mesh is not None:
+    if not tracing.as_operator(*call.qkv) or call.mesh is not None:
         return False
     through = call.backend in registry.names() and registry.load(call.backend).traceable is not None
     traced = tracing.is_traced(*call.qkv)
+    if traced and dropout(call.dropout_p):
+        return False
     if through and (call.backend == registry.LAST_RESORT or (traced and not tracing.is_transformed())):
         return False
     count_flops()
     return True
 
 
-def attend_by_operator(call: Call) -> Any:
+def attend_by_operator(call: Call, ranks: str | None = None) -> Any:
     """`attend` for a call to which the operator `applies`; torch.compile traces this function.
+
+    Args:
+        ranks: those of a mesh, as `ring.over_mesh` names them.
 
     Raises:
         InvalidInput: of what the graph depends on. The rest is checked when the operator runs.
@@ -94,7 +100,8 @@ def attend_by_operator(call: Call) -> Any:
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
     needs_grad = torch.is_grad_enabled() and wanted
     # Inside vmap a tensor does not tell whether autograd outside of it wants a gradient.
-    given = encoded(call, bias_needs_grad=bias is not None and (bias.requires_grad or transformed))
+    seed = drawn_seed(q.device) if call.dropout_p else None  # out here, so that whoever replays the operator draws too
+    given = encoded(call, bias is not None and (bias.requires_grad or transformed), seed, ranks)
     if not torch.compiler.is_dynamo_compiling():
         _check_fake(call)
     q, k, v = call.tokens_first
