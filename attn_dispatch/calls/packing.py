@@ -324,15 +324,14 @@ def as_one(call: Call) -> Call | None:
     With dropout that backend is forced. It is one that takes a seed, and stays the same in the process: another one, of
     which a recomputed call hears meanwhile, may drop other weights.
     """
-    if not dropout(call.dropout_p) and not call.packs:
+    drops = dropout(call.dropout_p)
+    if not drops and not call.packs:
         return None if call.key_lens is not None or unequal(call) or is_empty(call) else call
-    found = decided(call)
-    if found is None or found[3] is None or not dropout(call.dropout_p):
+    if (found := decided(call)) is None or found[3] is None or not drops:
         return None if found is None or found[3] is None else call
     with lock:
-        choice = _dropping.setdefault((found[2], call.backend, call.order), found[3].backend)
+        name, _, order = _dropping.setdefault((found[2], call.backend, call.order), found[3].backend).partition("@")
         drop_oldest(_dropping, MAX_CALLS)
-    name, _, order = choice.partition("@")
     return call._replace(backend=name, order=order or NATURAL) if name in BY_SEED else None
 
 

@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput,
 from attn_dispatch.log import logger
 from attn_dispatch.private import CheckpointStop
 from attn_dispatch.ring import group_decision
-from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent, group_of
+from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent
 from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import Layout
 from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem, equal_on_ranks, local_problem
@@ -38,6 +39,7 @@ from attn_dispatch.store.decision import Decision
 MAX_DECISIONS = 256  #: remembered for each link
 TENSORS = "the pattern's tensors"
 
+_links: WeakValueDictionary[int, Link] = WeakValueDictionary()  #: that operators name
 Decided = tuple[ShardedProblem, Decision]
 
 
@@ -95,14 +97,16 @@ def attend_over(link: Link, kind: str, call: Call) -> Any:
         checked = _checked(call, kind)
     apart = call.dropout_p or tracing.is_traced(*call.qkv) or tracing.context_parallel() is not None
     if not apart and operators.applies(call._replace(mesh=None)):  # in a selective checkpoint
-        return operators.attend_by_operator(call, f"{id(link.group)} {kind}")
+        _links[id(link)] = link
+        return operators.attend_by_operator(call, f"{id(link)} {kind}")
     return call.returned(*_run(*_decision_for(link, checked), call))
 
 
 def mesh_of(ranks: str) -> Sharded:
     """The mesh that `attend_over` gave an operator. Raises InvalidInput: its process group was destroyed."""
     number, kind = ranks.split()
-    return Sharded(group_of(int(number)), kind)
+    link = _links.get(int(number))
+    return Sharded(link and link.group, kind)
 
 
 def out_and_lse(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:
