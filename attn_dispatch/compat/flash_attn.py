@@ -23,9 +23,8 @@ from attn_dispatch.spec.problem import Call, Problem, dropout
 
 _WORDS = {"scale": "softmax_scale", "bias": "attend()'s bias"}
 _OF_CACHE = {**_WORDS, "k": "k_cache", "v": "v_cache", "key_mask": "cache_leftpad", "key_lens": "cache_seqlens"}
-_STARTS = {"documents and cu_seqlens": "cu_seqlens_q and cu_seqlens_k", "cu_seqlens": "cu_seqlens_q"}
-_run = attend_as({**_WORDS, **_STARTS})
-_attend_to_cache, _check = attend_as(_OF_CACHE), renamed(Problem.of_call, _OF_CACHE)
+_run = attend_as(**_WORDS, cu_seqlens="cu_seqlens_q", documents="cu_seqlens_k")
+_attend_to_cache, _check = attend_as(**_OF_CACHE), renamed(Problem.of_call, _OF_CACHE)
 
 
 def flash_attn_func(

@@ -32,12 +32,10 @@ Raises:
     InvalidInput: an argument is wrong.
 """
 
-_attend = attend_as({"q": "query", "k": "key", "v": "value"})
-_attend_to_more = attend_as({"q": "query", "k": "additional_keys", "v": "additional_values"})
-_neighborhood = renamed(
-    Neighborhood,
-    {"window": "kernel_size", "the window": "kernel_size", "edges='shift' needs": "NATTEN needs"},
-)
+_attend = attend_as(q="query", k="key", v="value")
+_attend_to_more = attend_as(q="query", k="additional_keys", v="additional_values")
+_EDGES = {"edges='shift' needs": "NATTEN needs", "window": "kernel_size", "the window": "kernel_size"}
+_neighborhood = renamed(Neighborhood, _EDGES)
 
 
 def _function(axes: int) -> Callable[..., Any]:
@@ -66,8 +64,8 @@ def _function(axes: int) -> Callable[..., Any]:
         if (additional_keys is None) != (additional_values is None):
             raise InvalidInput("additional_keys and additional_values must be given together")
         if isinstance(additional_values, Tensor) and additional_values.shape[-1:] != value.shape[-1:]:
-            got = f"{list(additional_values.shape)} and {list(value.shape)}"
-            raise InvalidInput(f"additional_values and value must have one head_dim, got {got}")
+            got = list(additional_values.shape)
+            raise InvalidInput(f"additional_values must have value's head_dim {value.shape[-1]}, got {got}")
         q, k, v = (x.flatten(1, axes) for x in (query, key, value))
         window = (kernel_size,) * axes if isinstance(kernel_size, int) else kernel_size
         more: dict[str, Any] = {"dilation": dilation, "is_causal": is_causal, "stride": stride}

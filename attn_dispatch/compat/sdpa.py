@@ -22,7 +22,7 @@ from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
 
-_attend = attend_as({"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "key_mask": "attn_mask"})
+_attend = attend_as(q="query", k="key", v="value", bias="attn_mask", key_mask="attn_mask")
 
 
 def scaled_dot_product_attention(

@@ -26,7 +26,7 @@ from attn_dispatch.spec.pattern import Pattern
 NOT_LOCAL = ("mesh", "layout", "first_head", "all_heads", "return_lse")  #: arguments of attend() that are set here
 BY_HEAD = {"bias": 1, "alibi_slopes": -1, "sink": 0}  #: tensors with an axis of heads
 
-attend = attend_as({"q": "query", "k": "key", "v": "value"})
+attend = attend_as(q="query", k="key", v="value")
 
 
 class LocalAttention(torch.nn.Module):

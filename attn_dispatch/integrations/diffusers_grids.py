@@ -57,7 +57,7 @@ _entered: _Setting | None = None
 _last: WeakKeyDictionary[Any, Neighborhood | None] = WeakKeyDictionary()  #: what a processor's last forward pass used
 
 
-attend = attend_as({"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "key_mask": "attn_mask"})
+attend = attend_as(q="query", k="key", v="value", bias="attn_mask", key_mask="attn_mask")
 
 
 @contextmanager

@@ -301,11 +301,10 @@ def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any) -> Pattern:
 
 
 masks = renamed(mask_arguments, {"attn_mask": "attention_mask"})
-attend = attend_as({
-    "q": "query", "k": "key", "v": "value", "scale": "scaling", "dropout_p": "dropout", "sink": "s_aux",
-    "key_mask": "attention_mask", "bias": "attention_mask or position_bias", "documents": "seq_idx",
-    "cu_seqlens": "cu_seq_lens_q",
-})  # fmt: skip
+attend = attend_as(
+    q="query", k="key", v="value", scale="scaling", dropout_p="dropout", sink="s_aux", key_mask="attention_mask",
+    bias="attention_mask or position_bias", documents="seq_idx", cu_seqlens="cu_seq_lens_q",
+)  # fmt: skip
 
 
 def attention(

@@ -24,7 +24,7 @@ from attn_dispatch.ring import group_decision
 from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent
 from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem, equal_on_ranks, local_problem
+from attn_dispatch.ring.sharded_problem import NAME, Known, ShardedProblem, equal_on_ranks, local_problem
 from attn_dispatch.ring.shards import Sharded, spread_of
 from attn_dispatch.ring.trial import Trial
 from attn_dispatch.settings import budget_ms, expected_calls, mode
@@ -95,7 +95,7 @@ def attend_over(link: Link, kind: str, call: Call) -> Any:
     """`attend` over a link's ranks; `kind` is that of the shards."""
     with errors_sent(link):
         checked = _checked(call, kind)
-    apart = call.dropout_p or tracing.is_traced(*call.qkv) or tracing.context_parallel() is not None
+    apart = tracing.is_traced(*call.qkv) or tracing.context_parallel() is not None
     if not apart and operators.applies(call._replace(mesh=None)):  # in a selective checkpoint
         _links[id(link)] = link
         return operators.attend_by_operator(call, f"{id(link)} {kind}")
@@ -109,7 +109,7 @@ def mesh_of(ranks: str) -> Sharded:
     return Sharded(link and link.group, kind)
 
 
-def out_and_lse(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+def out_and_lse(call: Call, known: Known) -> tuple[Tensor, Tensor | None]:
     """What an operator over ranks computes where gradients are needed; with `known`, what has these in its graph."""
     link, spread = spread_of(call.mesh)
     sharded, decision = _decision_for(link, _checked(call, spread.kind))
@@ -216,15 +216,11 @@ def _inputs(sharded: ShardedProblem, call: Call) -> Any:
     return tuple(x.to(sharded.problem.dtype) for x in call.tokens_first)
 
 
-def _run(
-    sharded: ShardedProblem, decision: Decision, call: Call, known: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _run(sharded: ShardedProblem, decision: Decision, call: Call, known: Known = None) -> tuple[Tensor, Tensor | None]:
     try:
         with without_autocast(call.q.device.type):
             run = observed(sharded.run, sharded.problem)
-            found: tuple[Tensor, Tensor | None]
-            found = run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask, known)
-            return found
+            return run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask, known)  # type: ignore[no-any-return]
     except (AttnDispatchError, CheckpointStop):
         raise
     except Exception as error:

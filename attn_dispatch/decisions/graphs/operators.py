@@ -82,10 +82,7 @@ def applies(call: Call) -> bool:
 
 
 def attend_by_operator(call: Call, ranks: str | None = None) -> Any:
-    """`attend` for a call to which the operator `applies`; torch.compile traces this function.
-
-    Args:
-        ranks: those of a mesh, as `ring.over_mesh` names them.
+    """`attend` for a call to which the operator `applies`, maybe over named ranks; torch.compile traces this function.
 
     Raises:
         InvalidInput: of what the graph depends on. The rest is checked when the operator runs.
