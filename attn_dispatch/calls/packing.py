@@ -326,13 +326,13 @@ def as_one(call: Call) -> Call | None:
     if (found := decided(call)) is None or found[3] is None or not drops:
         return None if found is None or found[3] is None else call
     with lock:
-        name, _, order = _dropping.setdefault((found[2], call.backend, call.order), found[3].backend).partition("@")
-        drop_oldest(_dropping, MAX_CALLS)
+        name, _, order = _kept.setdefault((found[2], call.backend, call.order), found[3].backend).partition("@")
+        drop_oldest(_kept, MAX_CALLS)
     return call._replace(backend=name, order=order or NATURAL) if name in BY_SEED else None
 
 
-_dropping: dict[Any, str] = {}
-process_state.register(process_state.DECISIONS, _dropping.clear)
+_kept: dict[Any, str] = {}
+process_state.register(process_state.DECISIONS, _kept.clear)
 
 
 def check_alone(call: Call) -> None:

@@ -39,5 +39,5 @@ def check_axes(axes: Container[int], shape: str, **given: object) -> None:
     """Raise InvalidInput for what is no tensor with such a number of axes; `shape` says what they are."""
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.is_nested or x.ndim not in axes:
-            got = type(x).__name__ if not isinstance(x, Tensor) else "a nested one" if x.is_nested else list(x.shape)
+            got = type(x).__name__ if not isinstance(x, Tensor) else "nested" if x.is_nested else list(x.shape)
             raise InvalidInput(f"{name} must be a tensor {shape}, got {got}")

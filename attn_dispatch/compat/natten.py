@@ -33,7 +33,7 @@ Raises:
 """
 
 _attend = attend_as(q="query", k="key", v="value")
-_attend_to_more = attend_as(q="query", k="additional_keys", v="additional_values")
+_to_more = attend_as(q="query", k="additional_keys", v="additional_values")
 _EDGES = {"edges='shift' needs": "NATTEN needs", "window": "kernel_size", "the window": "kernel_size"}
 _neighborhood = renamed(Neighborhood, _EDGES)
 
@@ -72,7 +72,7 @@ def _function(axes: int) -> Callable[..., Any]:
         pattern = _neighborhood(tuple(grid), window, edges="shift", **more) if math.prod(grid) else None
         found = _attend(q, k, v, pattern, scale=scale, return_lse=return_lse or additional_keys is not None)
         if additional_keys is not None and additional_values is not None:
-            found = merge(*found, *_attend_to_more(q, additional_keys, additional_values, scale=scale, return_lse=True))
+            found = merge(*found, *_to_more(q, additional_keys, additional_values, scale=scale, return_lse=True))
         if isinstance(found, Tensor):
             return torch.unflatten(found, 1, grid)
         out, lse = (torch.unflatten(x, 1, grid) for x in (found[0], found[1].transpose(1, 2)))

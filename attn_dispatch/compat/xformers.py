@@ -22,7 +22,7 @@ _RULES: dict[str, Callable[[Any], Dense | Window]] = {
     "local": lambda mask: Window(mask._window_size - 1, 0),
     "window": lambda mask: Window(mask.window_left, mask.window_right),
 }
-#: Of the masks by name: the rule for the pattern, of whole tensors or of each block; whether the first query and key
+#: Of the masks by name: the rule for the pattern, of whole tensors or of each block; whether first queries and keys
 #: are aligned, else the last.
 _MASKS: dict[str, tuple[str, bool]] = {
     "NoneType": ("dense", False),

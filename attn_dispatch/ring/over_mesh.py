@@ -110,11 +110,12 @@ def mesh_of(ranks: str) -> Sharded:
 
 
 def out_and_lse(call: Call, known: Known) -> tuple[Tensor, Tensor | None]:
-    """What an operator over ranks computes where gradients are needed; with `known`, what has these in its graph."""
+    """What an operator over ranks computes where gradients are needed; `known`: what is not computed."""
     link, spread = spread_of(call.mesh)
     sharded, decision = _decision_for(link, _checked(call, spread.kind))
     with_lse = replace(sharded, problem=replace(sharded.problem, return_lse=True))
-    return _run(with_lse, decision, call, known)
+    found: tuple[Tensor, Tensor] = _run(with_lse, decision, call, known)
+    return found
 
 
 def explain_over(link: Link, kind: str, call: Call) -> Explanation:
@@ -216,11 +217,11 @@ def _inputs(sharded: ShardedProblem, call: Call) -> Any:
     return tuple(x.to(sharded.problem.dtype) for x in call.tokens_first)
 
 
-def _run(sharded: ShardedProblem, decision: Decision, call: Call, known: Known = None) -> tuple[Tensor, Tensor | None]:
+def _run(sharded: ShardedProblem, decision: Decision, call: Call, known: Known = None) -> Any:
     try:
         with without_autocast(call.q.device.type):
             run = observed(sharded.run, sharded.problem)
-            return run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask, known)  # type: ignore[no-any-return]
+            return run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask, known)
     except (AttnDispatchError, CheckpointStop):
         raise
     except Exception as error:

@@ -29,7 +29,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "packed": (compat.flash_attn_varlen_func, {**VARLEN, "cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS}),
     "cut": (compat.flash_attn_varlen_func, {**VARLEN, "cu_seqlens_q": STARTS, "cu_seqlens_k": OTHERS}),
     "cache": (compat.flash_attn_with_kvcache, {**CACHE, "cache_leftpad": torch.tensor([0, 1])}),
-    "written": (compat.flash_attn_with_kvcache, {**CACHE, "k": ONE, "v": ONE, "cache_seqlens": torch.tensor([3, 4])}),
+    "written": (compat.flash_attn_with_kvcache, {**CACHE, "k": ONE, "v": ONE, "cache_seqlens": STARTS[:2]}),
     "xformers": (
         compat.memory_efficient_attention,
         {"query": TWO, "key": TWO, "value": TWO, "attn_bias": torch.ones(2, 4, 6, 6)},
