@@ -21,7 +21,6 @@ from attn_dispatch.calls.rewrites import REWRITES, explained
 from attn_dispatch.calls.routes import new_route, route_of_data, routes
 from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.decisions.graphs.encoding import Encoded
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
 from attn_dispatch.private import deterministic_or_warning, forward_ad, mode_count, only_warning
 from attn_dispatch.settings import asks_invariance
@@ -223,7 +222,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, **a
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     refuse_tangents()
     *given, needs_grad, return_lse = rest
-    with graph_runs.as_eager_call(q.device.type, needs_grad, Encoded(*given).seed):
+    with graph_runs.as_eager_call(q.device.type, needs_grad, given):
         call, _ = graph_runs.call_of((q, k, v), given, needs_grad, return_lse)
         return graph_runs.results(q, *_computed(call, needs_grad), needs_grad or return_lse)
 
@@ -233,7 +232,7 @@ def _attend_backward(
     grad: Tensor | None, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     *given, return_lse = rest
-    with graph_runs.as_eager_call(q.device.type, True, Encoded(*given).seed):
+    with graph_runs.as_eager_call(q.device.type, True, given):
         call, inputs = graph_runs.call_of((q, k, v), given, True, return_lse)
         return graph_runs.gradients_of(inputs, _computed(call, True, known=(out, lse)), (grad, grad_lse))
 

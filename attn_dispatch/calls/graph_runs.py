@@ -19,7 +19,7 @@ from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, result_known
 from attn_dispatch.kernels.contract import refusals_of
-from attn_dispatch.kernels.dropout import seeded
+from attn_dispatch.kernels.dropout import seed_told
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.private import with_autograd
 from attn_dispatch.spec import tracing
@@ -28,7 +28,7 @@ from attn_dispatch.spec.tensors import without_autocast
 
 
 @contextmanager
-def as_eager_call(device_type: str, needs_grad: bool, seed: Tensor | None) -> Iterator[None]:
+def as_eager_call(device_type: str, needs_grad: bool, given: Sequence[Any]) -> Iterator[None]:
     """As where a user calls attend(): autograd's keys are in use, which an operator excludes; autocast is off.
 
     A checkpoint that replays an operator's results sees nothing that is saved inside it.
@@ -42,7 +42,7 @@ def as_eager_call(device_type: str, needs_grad: bool, seed: Tensor | None) -> It
         stack.enter_context(torch.set_grad_enabled(needs_grad))
         stack.enter_context(tracing.inside_operator())
         stack.enter_context(without_saving_hooks())
-        stack.enter_context(seeded(seed))
+        stack.callback(seed_told.reset, seed_told.set(Encoded(*given).seed))
         yield
 
 
@@ -50,19 +50,18 @@ def call_of(
     qkv: tuple[Tensor, Tensor, Tensor], given: Sequence[Any], needs_grad: bool, return_lse: bool
 ) -> tuple[Call, tuple[Tensor, ...]]:
     """The call that an operator computes; and its inputs, which are leaves where gradients are needed."""
-    encoded = Encoded(*given)
-    mesh = None
+    encoded, inputs = Encoded(*given), tuple(qkv)
+    if needs_grad:
+        inputs = tuple(x.detach().requires_grad_() for x in qkv)
+        if encoded.bias is not None and encoded.bias_needs_grad:
+            inputs = (*inputs, encoded.bias.detach().requires_grad_())
+            encoded = encoded._replace(bias=inputs[3])
+    call = decoded(inputs[:3], encoded, return_lse)
     if encoded.ranks is not None:
         from attn_dispatch.ring import over_mesh  # loads torch.distributed
 
-        mesh = over_mesh.mesh_of(encoded.ranks)
-    if not needs_grad:
-        return decoded(qkv, encoded, return_lse)._replace(mesh=mesh), qkv
-    inputs = tuple(x.detach().requires_grad_() for x in qkv)
-    if encoded.bias is not None and encoded.bias_needs_grad:
-        inputs = (*inputs, encoded.bias.detach().requires_grad_())
-        encoded = encoded._replace(bias=inputs[3])
-    return decoded(inputs[:3], encoded, return_lse)._replace(mesh=mesh), inputs
+        call = call._replace(mesh=over_mesh.mesh_of(encoded.ranks))
+    return call, inputs
 
 
 def results(q: Tensor, out: Tensor, lse: Tensor | None, with_lse: bool) -> tuple[Tensor, Tensor]:

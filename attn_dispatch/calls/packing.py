@@ -300,10 +300,7 @@ def described(call: Call) -> tuple[Documents, Problem | None]:
 
 
 def decided(call: Call) -> tuple[Call, Documents | None, Problem, ResolvedCall | None] | None:
-    """A call that a backend runs as one, as that takes it, and what runs it; None for others.
-
-    What runs it is None where documents are computed one by one.
-    """
+    """A call that a backend runs as one, and what runs it, unless documents run one by one; None for others."""
     if call.packs and (cut := of_data(call)) is not None:
         (call,) = cut.calls
     if call.key_lens is not None or unequal(call) or is_empty(call):
@@ -321,23 +318,21 @@ def decided(call: Call) -> tuple[Call, Documents | None, Problem, ResolvedCall |
 def as_one(call: Call) -> Call | None:
     """A call whose out and lse are all that its backward pass needs: a backend runs it as one.
 
-    With dropout that backend is forced. It is one that takes a seed, and stays the same in the process: another one, of
-    which a recomputed call hears meanwhile, may drop other weights.
+    With dropout it is forced, takes a seed, and stays the same in the process: another may drop other weights.
     """
-    if not dropout(call.dropout_p) and not call.packs:
+    drops = dropout(call.dropout_p)
+    if not drops and not call.packs:
         return None if call.key_lens is not None or unequal(call) or is_empty(call) else call
-    found = decided(call)
-    if found is None or found[3] is None or not dropout(call.dropout_p):
+    if (found := decided(call)) is None or found[3] is None or not drops:
         return None if found is None or found[3] is None else call
     with lock:
-        choice = _dropping.setdefault((found[2], call.backend, call.order), found[3].backend)
-        drop_oldest(_dropping, MAX_CALLS)
-    name, _, order = choice.partition("@")
+        name, _, order = _kept.setdefault((found[2], call.backend, call.order), found[3].backend).partition("@")
+        drop_oldest(_kept, MAX_CALLS)
     return call._replace(backend=name, order=order or NATURAL) if name in BY_SEED else None
 
 
-_dropping: dict[Any, str] = {}
-process_state.register(process_state.DECISIONS, _dropping.clear)
+_kept: dict[Any, str] = {}
+process_state.register(process_state.DECISIONS, _kept.clear)
 
 
 def check_alone(call: Call) -> None:

@@ -13,14 +13,18 @@ import torch
 from torch import Tensor
 
 from attn_dispatch.calls.packing import read_on_host
+from attn_dispatch.compat.names import attend_as, check_axes, renamed
 from attn_dispatch.compat.sequences import borders, sequences
-from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec import torch_settings
 from attn_dispatch.spec.checks import boolean, integer
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
 from attn_dispatch.spec.problem import Call, Problem, dropout
-from attn_dispatch.spec.tensors import check_tensor
+
+_WORDS = {"scale": "softmax_scale", "bias": "attend()'s bias"}
+_OF_CACHE = {**_WORDS, "k": "k_cache", "v": "v_cache", "key_mask": "cache_leftpad", "key_lens": "cache_seqlens"}
+_run = attend_as(**_WORDS, cu_seqlens="cu_seqlens_q", documents="cu_seqlens_k")
+_attend_to_cache, _check = attend_as(**_OF_CACHE), renamed(Problem.of_call, _OF_CACHE)
 
 
 def flash_attn_func(
@@ -89,10 +93,7 @@ def flash_attn_varlen_func(
     given = _given(causal, deterministic, return_attn_probs, dropout_p, softmax_scale, softcap)
     if block_table is not None:
         raise InvalidInput("block_table must be None: keys in pages are not supported")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInput(f"{name} must be a tensor [tokens, heads, head_dim], got {got}")
+    check_axes((3,), "[tokens, heads, head_dim]", q=q, k=k, v=v)
     pattern = _pattern(causal, window_size)
     starts: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, x in starts.items():
@@ -166,7 +167,7 @@ def flash_attn_with_kvcache(
     tensors = (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))
     for name, x in tensors:
         if x is not None or name in ("q", "k_cache", "v_cache"):
-            check_tensor(name, x, (0, 1, 2, 3))
+            check_axes((4,), "[batch, len, heads, head_dim]", **{name: x})
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             raise InvalidInput(f"{name} requires a gradient, which a cache has not: call it under torch.no_grad()")
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
@@ -177,10 +178,11 @@ def flash_attn_with_kvcache(
         raise InvalidInput("k and v need cache_seqlens, which says where they are written")
     batch, new = len(q), 0 if k is None else k.shape[1]
     for name, x in tensors[3:]:
-        shape = [batch, new, *(k_cache if name == "k" else v_cache).shape[2:]]
-        if x is not None and (list(x.shape) != shape or x.dtype != q.dtype or x.device != q.device):
-            got = f"{list(x.shape)}, {x.dtype}, on {x.device}"
-            raise InvalidInput(f"{name} must be {shape}, {q.dtype}, on {q.device}, as the cache is, got {got}")
+        cache = k_cache if name == "k" else v_cache
+        shape = [batch, new, *cache.shape[2:]]
+        if x is not None and (list(x.shape) != shape or x.dtype != cache.dtype or x.device != cache.device):
+            got, kind = f"{list(x.shape)}, {x.dtype}, on {x.device}", f"{cache.dtype}, on {cache.device}"
+            raise InvalidInput(f"{name} must be {shape}, {kind}, as {name}_cache is, got {got}")
     if v_cache.shape[:3] != k_cache.shape[:3] or (cache_batch_idx is None and len(k_cache) != batch):
         got = f"{list(k_cache.shape)} and {list(v_cache.shape)}"
         raise InvalidInput(
@@ -194,10 +196,9 @@ def flash_attn_with_kvcache(
     seen = None if first is None else torch.arange(k_len, device=q.device) >= first[:, None]
     given = _given(causal, False, return_softmax_lse, 0.0, softmax_scale, softcap)
     more: dict[str, Any] = {"alibi_slopes": alibi_slopes, "key_mask": seen}
-    keys = k_cache[:1].expand(batch, -1, -1, -1)  # values may be wider
-    Problem.of_call(
-        Call(q, keys, keys, pattern, **more, **given), may_be_empty=True
-    )  # raises before a cache is written
+    keys = k_cache[:1].expand(batch, -1, -1, -1)
+    values = v_cache.new_empty(()).expand(keys.shape)  # may be wider
+    _check(Call(q, keys, values, pattern, **more, **given), may_be_empty=True)  # raises before a cache is written
     if k is not None and v is not None:
         assert lengths is not None
         positions = lengths[:, None] + torch.arange(new, device=q.device)
@@ -216,7 +217,7 @@ def flash_attn_with_kvcache(
         more["key_mask"] = None if seen is None else seen[:, :filled]
     elif lengths is not None:
         more["key_lens"] = lengths + new
-    return attend(q, k_cache, v_cache, pattern, **more, **given)
+    return _attend_to_cache(q, k_cache, v_cache, pattern, **more, **given)
 
 
 def _row_numbers(name: str, x: Any, batch: int, most: int, device: torch.device) -> Tensor | None:
@@ -279,7 +280,7 @@ def _given(
 def _attend(deterministic: bool, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **arguments: Any) -> Any:
     """attend(), in torch's deterministic mode if asked: a graph cannot hold that, so it is called between graphs."""
     if not deterministic:
-        return attend(q, k, v, pattern, **arguments)
+        return _run(q, k, v, pattern, **arguments)
     run: Any = _attend_so
     if torch.compiler.is_dynamo_compiling():
         run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
@@ -288,4 +289,4 @@ def _attend(deterministic: bool, q: Tensor, k: Tensor, v: Tensor, pattern: Patte
 
 def _attend_so(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, **arguments: Any) -> Any:
     with torch_settings.settings(True):
-        return attend(q, k, v, pattern, **arguments)
+        return _run(q, k, v, pattern, **arguments)

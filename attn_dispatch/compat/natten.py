@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.dispatch import attend
+from attn_dispatch.compat.names import attend_as, check_axes, renamed
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.kernels.numerics import merge
 from attn_dispatch.spec.checks import boolean
@@ -31,6 +31,11 @@ Args:
 Raises:
     InvalidInput: an argument is wrong.
 """
+
+_attend = attend_as(q="query", k="key", v="value")
+_to_more = attend_as(q="query", k="additional_keys", v="additional_values")
+_EDGES = {"edges='shift' needs": "NATTEN needs", "window": "kernel_size", "the window": "kernel_size"}
+_neighborhood = renamed(Neighborhood, _EDGES)
 
 
 def _function(axes: int) -> Callable[..., Any]:
@@ -51,23 +56,23 @@ def _function(axes: int) -> Callable[..., Any]:
         return_lse: bool = False,
     ) -> Any:
         boolean("return_lse", return_lse)
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor) or x.ndim != axes + 3:
-                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise InvalidInput(f"{name} must be a tensor [batch, {names}, heads, head_dim], got {got}")
+        check_axes((axes + 3,), f"[batch, {names}, heads, head_dim]", query=query, key=key, value=value)
         grid = query.shape[1 : axes + 1]
         if not grid == key.shape[1 : axes + 1] == value.shape[1 : axes + 1]:
             shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
             raise InvalidInput(f"query, key and value must have the same {names}, got {shapes}")
         if (additional_keys is None) != (additional_values is None):
             raise InvalidInput("additional_keys and additional_values must be given together")
+        if isinstance(additional_values, Tensor) and additional_values.shape[-1:] != value.shape[-1:]:
+            got = list(additional_values.shape)
+            raise InvalidInput(f"additional_values must have value's head_dim {value.shape[-1]}, got {got}")
         q, k, v = (x.flatten(1, axes) for x in (query, key, value))
         window = (kernel_size,) * axes if isinstance(kernel_size, int) else kernel_size
         more: dict[str, Any] = {"dilation": dilation, "is_causal": is_causal, "stride": stride}
-        pattern = Neighborhood(tuple(grid), window, edges="shift", **more) if math.prod(grid) else None
-        found = attend(q, k, v, pattern, scale=scale, return_lse=return_lse or additional_keys is not None)
+        pattern = _neighborhood(tuple(grid), window, edges="shift", **more) if math.prod(grid) else None
+        found = _attend(q, k, v, pattern, scale=scale, return_lse=return_lse or additional_keys is not None)
         if additional_keys is not None and additional_values is not None:
-            found = merge(*found, *attend(q, additional_keys, additional_values, scale=scale, return_lse=True))
+            found = merge(*found, *_to_more(q, additional_keys, additional_values, scale=scale, return_lse=True))
         if isinstance(found, Tensor):
             return torch.unflatten(found, 1, grid)
         out, lse = (torch.unflatten(x, 1, grid) for x in (found[0], found[1].transpose(1, 2)))

@@ -16,11 +16,13 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attn_dispatch import process_state
-from attn_dispatch.dispatch import attend
+from attn_dispatch.compat.names import attend_as, check_axes
 from attn_dispatch.errors import InvalidInput, NoBackend, NotDecided
 from attn_dispatch.machine.devices import KNOWN
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
+
+_attend = attend_as(q="query", k="key", v="value", bias="attn_mask", key_mask="attn_mask")
 
 
 def scaled_dot_product_attention(
@@ -46,12 +48,7 @@ def scaled_dot_product_attention(
     Raises:
         InvalidInput: an argument is wrong, or asks for what attend() has not.
     """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if isinstance(x, Tensor) and x.is_nested:
-            raise InvalidInput(f"{name} must have sizes that are numbers, got a nested tensor")
-        if not isinstance(x, Tensor) or x.ndim < 2:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InvalidInput(f"{name} must be a tensor [..., heads, len, head_dim], got {got}")
+    check_axes(range(2, 65), "[..., heads, len, head_dim]", query=query, key=key, value=value)
     boolean("is_causal", is_causal)
     boolean("enable_gqa", enable_gqa)
     if attn_mask is not None and is_causal:
@@ -70,7 +67,7 @@ def scaled_dot_product_attention(
     if is_causal and lengths[0] != lengths[1] and not ends_meet:
         more["alignment"] = "upper_left"
     # Three axes of an empty batch are no heads: attend() knows no such problem, PyTorch's result is empty.
-    out = attend(q, k, v, is_causal=is_causal, **more) if q.shape[1] else q @ k.mT @ v
+    out = _attend(q, k, v, is_causal=is_causal, **more) if q.shape[1] else q @ k.mT @ v
     axes = max(x.ndim for x in (query, key, value))
     return out if axes == 4 else out.reshape(*batch, *out.shape[1 if axes > 2 else 2 :])
 

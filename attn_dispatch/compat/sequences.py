@@ -33,5 +33,5 @@ def sequences(
         counts = f"{len(of_q)} and {len(of_k)} sequences"
         raise InvalidInput(f"{names[0]} and {names[1]} must have equal lengths, got {counts}")
     if k.shape[1] != v.shape[1]:
-        raise InvalidInput(f"keys and values must have equal lengths, got {k.shape[1]} and {v.shape[1]}")
+        raise InvalidInput(f"k and v must have equal lengths, got {k.shape[1]} and {v.shape[1]}")
     return [(q[:, a:b], k[:, c:d], v[:, c:d]) for (a, b), (c, d) in zip(of_q, of_k)]

@@ -11,49 +11,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_dispatch.compat.names import attend_as, renamed
 from attn_dispatch.compat.sequences import borders, sequences
-from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.pattern import Dense, Window
 
-
-def _dense(mask: Any) -> Dense:
-    return Dense()
-
-
-def _causal(mask: Any) -> Dense:
-    return Dense(is_causal=True)
-
-
-def _local(mask: Any) -> Window:
-    return Window(mask._window_size - 1, 0)
-
-
-def _window(mask: Any) -> Window:
-    return Window(mask.window_left, mask.window_right)
-
-
-#: Of the masks by name: the pattern, of whole tensors or of each block, and whether the first query and key are
-#: aligned, else the last.
-_MASKS: dict[str, tuple[Callable[[Any], Dense | Window], bool]] = {
-    "NoneType": (_dense, False),
-    "LowerTriangularMask": (_causal, True),
-    "LowerTriangularMaskWithTensorBias": (_causal, True),
-    "LowerTriangularFromBottomRightMask": (_causal, False),
-    "LowerTriangularFromBottomRightLocalAttentionMask": (_local, False),
-    "LocalAttentionFromBottomRightMask": (_window, False),
-    "BlockDiagonalMask": (_dense, False),
-    "BlockDiagonalCausalMask": (_causal, True),
-    "BlockDiagonalCausalFromBottomRightMask": (_causal, False),
-    "BlockDiagonalCausalLocalAttentionMask": (_local, True),
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": (_local, False),
-    "BlockDiagonalPaddedKeysMask": (_dense, False),
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": (_causal, False),
-    "BlockDiagonalLocalAttentionPaddedKeysMask": (_window, False),
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": (_local, False),
-    "BlockDiagonalGappyKeysMask": (_dense, False),
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": (_causal, False),
+_RULES: dict[str, Callable[[Any], Dense | Window]] = {
+    "dense": lambda mask: Dense(),
+    "causal": lambda mask: Dense(is_causal=True),
+    "local": lambda mask: Window(mask._window_size - 1, 0),
+    "window": lambda mask: Window(mask.window_left, mask.window_right),
 }
+#: Of the masks by name: the rule for the pattern, of whole tensors or of each block; whether first queries and keys
+#: are aligned, else the last.
+_MASKS: dict[str, tuple[str, bool]] = {
+    "NoneType": ("dense", False),
+    "LowerTriangularMask": ("causal", True),
+    "LowerTriangularMaskWithTensorBias": ("causal", True),
+    "LowerTriangularFromBottomRightMask": ("causal", False),
+    "LowerTriangularFromBottomRightLocalAttentionMask": ("local", False),
+    "LocalAttentionFromBottomRightMask": ("window", False),
+    "BlockDiagonalMask": ("dense", False),
+    "BlockDiagonalCausalMask": ("causal", True),
+    "BlockDiagonalCausalFromBottomRightMask": ("causal", False),
+    "BlockDiagonalCausalLocalAttentionMask": ("local", True),
+    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": ("local", False),
+    "BlockDiagonalPaddedKeysMask": ("dense", False),
+    "BlockDiagonalCausalWithOffsetPaddedKeysMask": ("causal", False),
+    "BlockDiagonalLocalAttentionPaddedKeysMask": ("window", False),
+    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": ("local", False),
+    "BlockDiagonalGappyKeysMask": ("dense", False),
+    "BlockDiagonalCausalWithOffsetGappyKeysMask": ("causal", False),
+}
+
+_WORDS = {"q": "query", "k": "key", "v": "value", "bias": "attn_bias", "dropout_p": "p"}
+_run, _sequences = attend_as(**_WORDS), renamed(sequences, _WORDS)
 
 
 def memory_efficient_attention(
@@ -95,7 +87,7 @@ def memory_efficient_attention(
     if isinstance(attn_bias, Tensor):
         bias = attn_bias.unsqueeze(1) if attn_bias.ndim == 3 else attn_bias
         bias = bias.flatten(1, 2) if attn_bias.ndim == query.ndim == 5 else bias
-        out = attend(q, k, v, bias=bias, **more)
+        out = _run(q, k, v, bias=bias, **more)
     elif kind not in _MASKS:
         raise InvalidInput(f"attn_bias must be None, a tensor or one of {', '.join(_MASKS)}, got {kind}")
     elif kind.startswith("BlockDiagonal"):
@@ -122,7 +114,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, more: dict[str, Any]) ->
     rule, upper_left = _MASKS[type(mask).__name__]
     # The usual alignment is quicker where it is the same.
     aligned: dict[str, Any] = {"alignment": "upper_left"} if upper_left and q.shape[1] != k.shape[1] else {}
-    found: Tensor = attend(q, k, v, rule(mask), **aligned, **more)
+    found: Tensor = _run(q, k, v, _RULES[rule](mask), **aligned, **more)
     return found
 
 
@@ -138,8 +130,8 @@ def _of_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Any, more: dict[str, Any])
             raise InvalidInput(f"{names[1]} must lie in 0..{k.shape[1]}, got {of_k[:8]}")
     else:
         of_k = borders(names[1], list(seqinfo.seqstart_py), k.shape[1])
-    parts = sequences(q, k, v, names, of_q, of_k)
+    parts = _sequences(q, k, v, names, of_q, of_k)
     if of_q == of_k and of_q[-1][1] == k.shape[1]:
         starts = torch.tensor([0, *(end for _, end in of_q)])
         return _attend(q, k, v, mask, {**more, "cu_seqlens": starts})
-    return torch.cat([_attend(*three, mask, more) for three in parts], 1)
+    return torch.cat([_attend(q, k, v, mask, more) for q, k, v in parts], 1)

@@ -18,13 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attn_dispatch.dispatch import attend
+from attn_dispatch.compat.names import attend_as
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations.unmasked import differs_by_head
 from attn_dispatch.spec.pattern import Pattern
 
 NOT_LOCAL = ("mesh", "layout", "first_head", "all_heads", "return_lse")  #: arguments of attend() that are set here
 BY_HEAD = {"bias": 1, "alibi_slopes": -1, "sink": 0}  #: tensors with an axis of heads
+
+attend = attend_as(q="query", k="key", v="value")
 
 
 class LocalAttention(torch.nn.Module):

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from attn_dispatch import private
 from attn_dispatch.compat.sdpa import mask_arguments
-from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import diffusers_grids as grids
-from attn_dispatch.integrations.diffusers_grids import NAME, GridMask, dispatch
+from attn_dispatch.integrations.diffusers_grids import NAME, GridMask, attend, dispatch
 from attn_dispatch.integrations.diffusers_grids import neighborhood as neighborhood  # public here
 from attn_dispatch.log import say_once
 from attn_dispatch.spec.pattern import Dense

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import private
-from attn_dispatch.dispatch import attend
+from attn_dispatch.compat.names import attend_as
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations.libraries import library
 from attn_dispatch.kernels.numerics import merge
@@ -55,6 +55,9 @@ class _Setting(NamedTuple):
 
 _entered: _Setting | None = None
 _last: WeakKeyDictionary[Any, Neighborhood | None] = WeakKeyDictionary()  #: what a processor's last forward pass used
+
+
+attend = attend_as(q="query", k="key", v="value", bias="attn_mask", key_mask="attn_mask")
 
 
 @contextmanager

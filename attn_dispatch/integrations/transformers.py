@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from attn_dispatch.compat.names import attend_as, renamed
 from attn_dispatch.compat.sdpa import mask_arguments
-from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import unmasked
 from attn_dispatch.integrations.attention_interface import (
@@ -300,6 +300,13 @@ def _pattern(facts: Facts, key_mask: Tensor | None, spread: Any) -> Pattern:
     return Window(None if facts.low is None else -facts.low, facts.high)
 
 
+masks = renamed(mask_arguments, {"attn_mask": "attention_mask"})
+attend = attend_as(
+    q="query", k="key", v="value", scale="scaling", dropout_p="dropout", sink="s_aux", key_mask="attention_mask",
+    bias="attention_mask or position_bias", documents="seq_idx", cu_seqlens="cu_seq_lens_q",
+)  # fmt: skip
+
+
 def attention(
     module: Any,
     query: Tensor,
@@ -376,10 +383,7 @@ def attention(
         if attention_mask.ndim != 4:
             got = list(attention_mask.shape)
             raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {got}")
-        try:
-            pattern, more = Dense(), more | mask_arguments(attention_mask, key.shape[:1], query, key)
-        except InvalidInput as error:
-            raise InvalidInput(str(error).replace("attn_mask", "attention_mask")) from None
+        pattern, more = Dense(), more | masks(attention_mask, key.shape[:1], query, key)
         if position_bias is not None and more["bias"] is not position_bias:
             more["bias"] = more["bias"] + position_bias
     if more.get("documents") is None:

@@ -9,9 +9,7 @@ Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3: Philox4
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -21,6 +19,8 @@ from attn_dispatch.machine.devices import KNOWN
 NUMBERS = 2**16  #: that may be drawn
 DRAWN = 8  #: numbers at once
 ROUNDS = 7
+#: What `drawn_seed` returns where it is not None: out and lse are those of this one.
+seed_told: ContextVar[Tensor | None] = ContextVar("seed_told", default=None)
 BY_SEED = ("native", "triton", "triton_tiles", "manual")  #: backends that drop by `drawn_seed` and nothing else
 FACTORS, WEYL, WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF  #: of Philox4x32
 
@@ -37,23 +37,10 @@ def gain(p: float) -> float:
 
 def drawn_seed(device: torch.device) -> Tensor:
     """int64 [1] from torch's generator of the device: checkpointing restores its state, CUDA graphs draw anew."""
-    if (told := getattr(_told, "seed", None)) is not None:
-        return told  # type: ignore[no-any-return]
+    if (told := seed_told.get()) is not None:
+        return told
     on = device if device.type in KNOWN else "cpu"  # others may have no generator
     return torch.randint(2**62, (1,), dtype=torch.int64, device=on)
-
-
-_told = threading.local()
-
-
-@contextmanager
-def seeded(seed: Tensor | None) -> Iterator[None]:
-    """Inside, `drawn_seed` is this one, unless it is None: out and lse of it are known, or are to be."""
-    before, _told.seed = getattr(_told, "seed", None), seed
-    try:
-        yield
-    finally:
-        _told.seed = before
 
 
 def numbers(seed: Tensor, rows: Tensor, first: Tensor, keys: int) -> Tensor:

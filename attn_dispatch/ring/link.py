@@ -173,15 +173,6 @@ def link_of(mesh: object) -> Link:
     return found
 
 
-def group_of(number: int) -> Any:
-    """The group of which this is the `id`, by which an operator names it. Raises InvalidInput: it has ended."""
-    with _lock:
-        found = [group for group in _links if id(group) == number]
-    if not found:
-        raise InvalidInput("mesh must last until the backward pass, but its process group was destroyed")
-    return found[0]
-
-
 def forget() -> None:
     """Drop the decisions for calls over all groups."""
     with _lock:

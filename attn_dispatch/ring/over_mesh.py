@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ from attn_dispatch.errors import AttnDispatchError, BackendFailed, InvalidInput,
 from attn_dispatch.log import logger
 from attn_dispatch.private import CheckpointStop
 from attn_dispatch.ring import group_decision
-from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent, group_of
+from attn_dispatch.ring.link import Link, agree, digest_of, errors_sent
 from attn_dispatch.ring.rows.data import Held
 from attn_dispatch.ring.rows.layout import Layout
-from attn_dispatch.ring.sharded_problem import NAME, ShardedProblem, equal_on_ranks, local_problem
+from attn_dispatch.ring.sharded_problem import NAME, Known, ShardedProblem, equal_on_ranks, local_problem
 from attn_dispatch.ring.shards import Sharded, spread_of
 from attn_dispatch.ring.trial import Trial
 from attn_dispatch.settings import budget_ms, expected_calls, mode
@@ -38,6 +39,7 @@ from attn_dispatch.store.decision import Decision
 MAX_DECISIONS = 256  #: remembered for each link
 TENSORS = "the pattern's tensors"
 
+_links: WeakValueDictionary[int, Link] = WeakValueDictionary()  #: that operators name
 Decided = tuple[ShardedProblem, Decision]
 
 
@@ -93,24 +95,27 @@ def attend_over(link: Link, kind: str, call: Call) -> Any:
     """`attend` over a link's ranks; `kind` is that of the shards."""
     with errors_sent(link):
         checked = _checked(call, kind)
-    apart = call.dropout_p or tracing.is_traced(*call.qkv) or tracing.context_parallel() is not None
+    apart = tracing.is_traced(*call.qkv) or tracing.context_parallel() is not None
     if not apart and operators.applies(call._replace(mesh=None)):  # in a selective checkpoint
-        return operators.attend_by_operator(call, f"{id(link.group)} {kind}")
+        _links[id(link)] = link
+        return operators.attend_by_operator(call, f"{id(link)} {kind}")
     return call.returned(*_run(*_decision_for(link, checked), call))
 
 
 def mesh_of(ranks: str) -> Sharded:
     """The mesh that `attend_over` gave an operator. Raises InvalidInput: its process group was destroyed."""
     number, kind = ranks.split()
-    return Sharded(group_of(int(number)), kind)
+    link = _links.get(int(number))
+    return Sharded(link and link.group, kind)
 
 
-def out_and_lse(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None]:
-    """What an operator over ranks computes where gradients are needed; with `known`, what has these in its graph."""
+def out_and_lse(call: Call, known: Known) -> tuple[Tensor, Tensor | None]:
+    """What an operator over ranks computes where gradients are needed; `known`: what is not computed."""
     link, spread = spread_of(call.mesh)
     sharded, decision = _decision_for(link, _checked(call, spread.kind))
     with_lse = replace(sharded, problem=replace(sharded.problem, return_lse=True))
-    return _run(with_lse, decision, call, known)
+    found: tuple[Tensor, Tensor] = _run(with_lse, decision, call, known)
+    return found
 
 
 def explain_over(link: Link, kind: str, call: Call) -> Explanation:
@@ -212,15 +217,11 @@ def _inputs(sharded: ShardedProblem, call: Call) -> Any:
     return tuple(x.to(sharded.problem.dtype) for x in call.tokens_first)
 
 
-def _run(
-    sharded: ShardedProblem, decision: Decision, call: Call, known: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _run(sharded: ShardedProblem, decision: Decision, call: Call, known: Known = None) -> Any:
     try:
         with without_autocast(call.q.device.type):
             run = observed(sharded.run, sharded.problem)
-            found: tuple[Tensor, Tensor | None]
-            found = run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask, known)
-            return found
+            return run(decision.order, *_inputs(sharded, call), call.seq_lens, call.key_mask, known)
     except (AttnDispatchError, CheckpointStop):
         raise
     except Exception as error:

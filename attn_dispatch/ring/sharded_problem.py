@@ -25,6 +25,7 @@ from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.text import one_line
 
+Known = tuple[Tensor, Tensor] | None
 NAME = "ring"  #: the backend whose orders are the exchanges
 
 
@@ -105,7 +106,7 @@ class ShardedProblem:
         v: Tensor,
         seq_lens: Tensor | None = None,
         key_mask: Tensor | None = None,
-        known: tuple[Tensor, Tensor] | None = None,
+        known: Known = None,
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse (None unless needed) of this rank's shard; a collective.
 
@@ -137,7 +138,7 @@ class ShardedProblem:
         return out, others[0].transpose(1, 2) if others else None
 
     def _run(
-        self, exchange: str, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None, known: Any
+        self, exchange: str, q: Tensor, k: Tensor, v: Tensor, seq_lens: Tensor | None, mask: Tensor | None, known: Known
     ) -> tuple[Tensor, Tensor]:
         """The same, with the mask of all tokens; of all tokens and no exchange where the layout has one rank."""
         q, problem = with_positive_scale(q, self.problem)

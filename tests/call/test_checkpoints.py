@@ -185,14 +185,15 @@ def test_dropout_entry_by_entry() -> None:
     found = saving(OP)(lambda q: attend(q.sin(), k, v, Window(9, 0), dropout_p=0.3, backend="native").square(), q)
     torch.manual_seed(5)
     doubles = [x.detach().double().requires_grad_() for x in tensors]
-    exact = attend(doubles[0].sin(), *doubles[1:], Window(9, 0), dropout_p=0.3, backend="manual").square()
+    x, y, z = doubles
+    exact = attend(x.sin(), y, z, Window(9, 0), dropout_p=0.3, backend="manual").square()
     expected = (exact, *torch.autograd.grad(exact.sum(), doubles))
     for one, other in zip((found, *torch.autograd.grad(found.sum(), tensors)), expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_keeps_its_choice(monkeypatch: pytest.MonkeyPatch, forwards: list[str]) -> None:
-    """Of the backends that drop other weights of this grid, the one of the forward pass serves the backward pass."""
+    """Backends drop other weights of this grid: that of the forward pass serves the backward pass."""
     attention = dropped_before(PATTERNS[3])
     expected = step(attention)
     forwards.clear()

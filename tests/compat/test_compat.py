@@ -564,7 +564,7 @@ def test_wrong_arguments_of_natten() -> None:
         ((x[0], x, x, 3), {}, r"query must be a tensor \[batch, x, y, heads, head_dim\], got \[5, 6, 2, 8\]"),
         ((x, x[:, :4], x, 3), {}, "query, key and value must have the same x, y"),
         ((x, x, x, 3), {"additional_keys": x[:, 0]}, "must be given together"),
-        ((x, x, x, 7), {}, "window"),
+        ((x, x, x, 7), {}, "NATTEN needs kernel_size"),
         ((x, x, x, 3), {"return_lse": 1}, "return_lse must be True or False"),
     ]
     for given, more, text in wrong:

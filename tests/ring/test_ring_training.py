@@ -222,7 +222,8 @@ def computed(order: str, name: str, saved: str) -> tuple[int, int, bool]:
 @thinned(("order", "name", "saved"), [*product((RING, GATHER, ULYSSES), CALLS, SAVED)], 12)
 def test_selective_checkpoints(ranks: Ranks, order: str, name: str, saved: str) -> None:
     """What a policy saves of attention is not computed again, whatever the exchange."""
-    assert ranks.everywhere(computed, order, name, saved, ranks=2) == [(1, 2 if saved == "products" else 1, True)] * 2
+    often = 2 if saved == "products" else 1
+    assert ranks.everywhere(computed, order, name, saved, ranks=2) == [(1, often, True)] * 2
 
 
 class Block(nn.Module):

@@ -82,10 +82,7 @@ def applies(call: Call) -> bool:
 
 
 def attend_by_operator(call: Call, ranks: str | None = None) -> Any:
-    """`attend` for a call to which the operator `applies`; torch.compile traces this function.
-
-    Args:
-        ranks: those of a mesh, as `ring.over_mesh` names them.
+    """`attend` for a call to which the operator `applies`, maybe over ranks; torch.compile traces this function.
 
     Raises:
         InvalidInput: of what the graph depends on. The rest is checked when the operator runs.
@@ -100,7 +97,7 @@ def attend_by_operator(call: Call, ranks: str | None = None) -> Any:
     wanted = q.requires_grad or k.requires_grad or v.requires_grad or (bias is not None and bias.requires_grad)
     needs_grad = torch.is_grad_enabled() and wanted
     # Inside vmap a tensor does not tell whether autograd outside of it wants a gradient.
-    seed = drawn_seed(q.device) if call.dropout_p else None  # out here, so that whoever replays the operator draws too
+    seed = drawn_seed(q.device) if call.dropout_p else None  # out here, so that a replay of the operator draws, too
     given = encoded(call, bias is not None and (bias.requires_grad or transformed), seed, ranks)
     if not torch.compiler.is_dynamo_compiling():
         _check_fake(call)
