@@ -44,8 +44,8 @@ def scores(q: Tensor, k: Tensor, scale: float | None, bias: Tensor) -> Tensor:
 
 
 def drawn(p: float, q: Tensor) -> Any:
-    """Dropout factors of any number of keys up to 4096, which stand for how a library drew them."""
-    kept = torch.rand(q.shape[0], q.shape[2], q.shape[1], 4096) >= p if p else torch.ones(1, dtype=torch.bool)
+    """Dropout factors of any number of keys up to 400, which stand for how a library drew them."""
+    kept = torch.rand(q.shape[0], q.shape[2], q.shape[1], 400) >= p if p else torch.ones(1, dtype=torch.bool)
     return kept.double() / (1 - p)
 
 

@@ -24,6 +24,7 @@ from attn_dispatch.tuning.gate import case_of
 from attn_dispatch.tuning.hard_cases import class_key
 from attn_dispatch.tuning.invariance import difference, family_of
 from attn_dispatch.tuning.oracle import Oracle
+from tests.support.pairwise import thinned
 from tests.support.processes import printed
 from tools.checks.invariance import count
 
@@ -54,12 +55,14 @@ def test_native_gives_a_row_the_same_bits(dtype: torch.dtype, head_dim: int) -> 
 KINDS = ({"heads": 4}, {"softcap": 3.0}, {"alibi_axes": 1}, {"bias": (1, 2)}, {"needs_grad": True})
 
 
-@pytest.mark.parametrize("changes", KINDS, ids=str)
-def test_of_all_kinds(changes: dict[str, Any]) -> None:
-    for dtype in DTYPES:
-        assert difference(registry.load("native"), family(dtype, 64, **changes)) == ""
+@thinned(
+    ("changes", "dtype"), [(each, DTYPES[(n + turn) % 3]) for n, each in enumerate(KINDS) for turn in range(3)], 3, str
+)
+def test_of_all_kinds(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    assert difference(registry.load("native"), family(dtype, 64, **changes)) == ""
 
 
+@pytest.mark.usefixtures("no_trials")  # nor hard cases, which ask for no equal bits
 def test_of_random_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "difference", lambda *_: "")  # this finds what that might miss
     pairs = 20_000 if request.config.option.rest or request.config.option.all else 90
@@ -199,10 +202,7 @@ def test_what_is_not_checked_is_refused_by_name() -> None:
             attend(q, k, v, mesh=object())
 
 
-SOME = [*CASES[::15], *(pytest.param(case, marks=pytest.mark.full) for n, case in enumerate(CASES) if n % 15)]
-
-
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+@thinned("case", CASES, 15, lambda case: case.id)
 def test_results_are_right(case: Case) -> None:
     for dtype in DTYPES:
         problem, backend = case.problem(dtype, needs_grad=True), registry.load("native")
