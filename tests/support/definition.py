@@ -21,6 +21,11 @@ KINDS: dict[str, Callable[..., Pattern]] = {
 }
 
 
+def texts(longest: int) -> st.SearchStrategy[str]:
+    """Of any characters: without a codec, whose tables take seconds to make."""
+    return st.text(st.characters(exclude_categories=["Cs"]), max_size=longest)
+
+
 @dataclass(frozen=True)
 class Spec:
     """A pattern's arguments as they were given, and the lengths to evaluate it at."""
