@@ -132,7 +132,12 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.usefixtures("uncompiled_flex")
-@crossed(lambda backend, case: {**factors_of(case), "backend": backend}, backend=BACKENDS, case=MASKED + UNSEEN)
+@crossed(
+    lambda backend, case: {**factors_of(case), "backend": backend},
+    lambda backend, case: backend == "flex" and case not in (*MASKED[::5], *UNSEEN[::3]),
+    backend=BACKENDS,
+    case=MASKED + UNSEEN,
+)
 def test_hidden_tokens_never_matter(backend: str, case: Case) -> None:
     check(backend, case, torch.bfloat16 if backend == "sdpa_float32" else torch.float32)
 

@@ -101,7 +101,7 @@ def test_specialized_calls_give_the_same_bits(name: str, return_lse: bool) -> No
         assert optional.specialized_failures(NATIVE, asked) == []
 
 
-@pytest.mark.parametrize("name", FEW | DATA)
+@thinned("name", FEW | DATA, 2)
 def test_gradients_are_those_of_the_shared_tiles(name: str) -> None:
     """The backward pass takes out and lse of a forward pass in splits."""
     expected = Oracle.of(make((FEW | DATA)[name].problem(torch.float32, needs_grad=True)))

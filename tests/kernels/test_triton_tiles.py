@@ -25,6 +25,7 @@ from tests.kernels.test_tiles import ESTIMATED, PATTERNS, Tiled
 from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
 from tests.kernels.test_triton import TERMS, fake_gpu, interpreted, problem_of
 from tests.support.cases import gate
+from tests.support.pairwise import thinned
 
 NEIGHBORS = Neighborhood((64, 64), (13, 13))
 CUDA = replace(DENSE_ON_CUDA, pattern=NEIGHBORS)
@@ -86,8 +87,11 @@ def pair_multiplicity(lists: TileLists, kind: int, query: int, key: int, mask: i
     return found * lists.counts[q_at[queries, None] + k_at[keys]].int()
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["masks", "reach"])
-@pytest.mark.parametrize(("pattern", "length"), SQUARE, ids=str)
+@thinned(
+    ("pattern", "length", "stored"),
+    [(*each, (n + turn) % 2 == 0) for n, each in enumerate(SQUARE) for turn in (0, 1)],
+    2,
+)
 def test_lists_match_the_multiplicity(
     pattern: Pattern, length: int, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
