@@ -153,7 +153,6 @@ def test_results_of_tiles(pattern: DataPattern, monkeypatch: pytest.MonkeyPatch)
 
 @both
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "odd-by-key-head-and-row" else pytest.mark.full) for name in PATTERNS],
@@ -179,7 +178,6 @@ def _of_padding(backend: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("backend", ["tiles", "triton_tiles"])
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 def test_keys_that_only_padding_sees(backend: str) -> None:
     for found, expected in zip(_of_padding(backend), _of_padding("manual"), strict=True):
         assert expected.isfinite().all()
@@ -187,7 +185,7 @@ def test_keys_that_only_padding_sees(backend: str) -> None:
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter", "no_trials")
+@pytest.mark.usefixtures("no_trials")
 def test_threads_take_turns_in_the_interpreter() -> None:
     """It has one grid for all of them: calls of different sizes at once were wrong."""
     places = [torch.arange(size)[None] for size in (150, 40)]

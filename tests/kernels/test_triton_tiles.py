@@ -24,7 +24,7 @@ from attn_dispatch.testing.cases import Case
 from tests.kernels.test_tiles import ESTIMATED, PATTERNS, Tiled
 from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
 from tests.kernels.test_triton import TERMS, fake_gpu, interpreted, problem_of
-from tests.support.cases import gate
+from tests.support.cases import failures
 from tests.support.pairwise import thinned
 
 NEIGHBORS = Neighborhood((64, 64), (13, 13))
@@ -126,11 +126,6 @@ def test_lists_fit_their_declared_bytes(pattern: Pattern, length: int, monkeypat
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def failures(case: Case, order: str, tile: int, dtype: torch.dtype, terms: str) -> tuple[str, ...]:
-    expected = gate(replace(case.problem(dtype, needs_grad=True), **TERMS[terms]))
-    return expected.check(expected.run(Tiled(order, tile, triton_tiles))).failures
-
-
 GRID = Neighborhood((9, 11), (5, 3), (2, 1), (False, True))
 BRANCHES = Dilated((16, 32), (2, 2))
 SMALL = (
@@ -148,7 +143,6 @@ SMALL = (
 
 @pytest.mark.full
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     ("case", "order", "stored"),
     [*((*each, True) for each in SMALL[1::2]), *((*each, False) for each in SMALL[::3])],
@@ -158,7 +152,9 @@ def test_blocks_smaller_than_tiles(case: Case, order: str, stored: bool, monkeyp
     """Blocks of 16 rows and 16 columns in tiles of 32, forward and backward, lse included."""
     monkeypatch.setattr(support, "INTERPRETED_BLOCK", BlockConfig(16, 16, 4, 1))
     monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if stored else 0)
-    assert failures(case, order, 32, *((torch.float32, "softcap") if stored else (torch.float16, "bias"))) == ()
+    dtype, terms = (torch.float32, "softcap") if stored else (torch.float16, "bias")
+    problem = replace(case.problem(dtype, needs_grad=True), **TERMS[terms])
+    assert failures(Tiled(order, 32, triton_tiles), problem) == ()
 
 
 def test_invalid_arguments_of_run() -> None:

@@ -19,11 +19,10 @@ from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning import invariance
-from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.gate import case_of
 from attn_dispatch.tuning.hard_cases import class_key
 from attn_dispatch.tuning.invariance import difference, family_of
-from attn_dispatch.tuning.oracle import Oracle
+from tests.support.cases import failures
 from tests.support.pairwise import thinned
 from tests.support.processes import printed
 from tools.checks.invariance import count
@@ -208,7 +207,6 @@ def test_results_are_right(case: Case) -> None:
         problem, backend = case.problem(dtype, needs_grad=True), registry.load("native")
         problem = replace(problem, batch_invariant=True)
         if not backend.refusals(problem):
-            oracle = Oracle.of(make(problem))
-            assert oracle.check(oracle.run(backend)).failures == ()
+            assert failures(backend, problem) == ()
             for hard in map(case_of, class_key(problem)):
                 assert hard.refused_by(backend) or hard.check(hard.run(backend)).failures == ()
