@@ -46,7 +46,7 @@ from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
 from tests.support.cases import factors_of, failures, gate
-from tests.support.pairwise import crossed, thinned
+from tests.support.pairwise import by_turns, crossed, thinned
 
 FLASH = {variant.title: variant for variant in flash.BACKEND.variants}
 ADAPTERS = {
@@ -216,12 +216,7 @@ def test_adapters_agree_with_float64(adapter: str, case: Case, calls: list[dict[
     agrees(adapter, case, torch.float32, True)
 
 
-@thinned(
-    ("adapter", "case"),
-    [(adapter, FEW[(n + turn) % 4]) for n, adapter in enumerate(ADAPTERS) for turn in range(4)],
-    4,
-    ids=lambda x: getattr(x, "id", x),
-)
+@by_turns(("adapter", "case"), ADAPTERS, FEW, lambda x: getattr(x, "id", x))
 def test_adapters_in_half_precision_and_without_gradients(
     adapter: str, case: Case, calls: list[dict[str, Any]]
 ) -> None:

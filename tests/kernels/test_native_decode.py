@@ -17,7 +17,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
 from tests.support.cases import failures
-from tests.support.pairwise import thinned
+from tests.support.pairwise import by_turns, thinned
 
 NATIVE = registry.load("native")
 
@@ -82,9 +82,7 @@ DATA = {
 }
 
 
-@thinned(
-    ("name", "dtype"), [(name, run.DTYPES[(n + turn) % 3]) for n, name in enumerate(FEW | DATA) for turn in range(3)], 3
-)
+@by_turns(("name", "dtype"), FEW | DATA, tuple(run.DTYPES))
 def test_few_queries_are_exact(name: str, dtype: torch.dtype) -> None:
     assert failures(NATIVE, (FEW | DATA)[name].problem(dtype, needs_grad=False)) == ()
 

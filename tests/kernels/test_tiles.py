@@ -25,7 +25,7 @@ from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from tests.support.calls import threads
 from tests.support.cases import failures
-from tests.support.pairwise import thinned
+from tests.support.pairwise import by_turns
 
 HEADS = 5
 PATTERNS: tuple[tuple[Pattern, int, int], ...] = (
@@ -83,12 +83,7 @@ def table_multiplicity(table: TileTable, q_len: int, k_len: int) -> Tensor:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-@thinned(
-    ("pattern", "q_len", "k_len", "order"),
-    [(*each, ORDERS[(n + turn) % 3]) for n, each in enumerate(PATTERNS) for turn in range(3)],
-    3,
-    str,
-)
+@by_turns(("pattern", "q_len", "k_len", "order"), PATTERNS, ORDERS, str)
 def test_tables_match_the_multiplicity(pattern: Pattern, q_len: int, k_len: int, order: str) -> None:
     expected = pattern.multiplicity(q_len, k_len, HEADS)
     for tile in (4, 8, 16):

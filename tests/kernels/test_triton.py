@@ -38,7 +38,7 @@ from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
 from tests.support.cases import failures
-from tests.support.definition import lengths, patterns
+from tests.support.definition import problems
 from tests.support.distributions import skip_without
 from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import thinned
@@ -65,20 +65,6 @@ def problem_of(
 
 
 # --- work lists -------------------------------------------------------------------------------------------------------
-
-
-def supported(pattern: Pattern) -> bool:
-    return not isinstance(pattern, Neighborhood)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    q_len = draw(lengths())
-    k_len = draw(st.just(q_len) | lengths())
-    pattern = draw(patterns(q_len, k_len).filter(supported))
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    case = Case("listed", pattern, (1, q_len, kv_heads * group, 8), k_len=k_len, kv_heads=kv_heads)
-    return case.problem(torch.float32, needs_grad=True)
 
 
 def tile_runs(work: WorkList, problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, int]]:
@@ -112,7 +98,7 @@ def listed_multiplicity(work: WorkList, problem: Problem, side: Side) -> Tensor:
     return found
 
 
-@given(problems(), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
+@given(problems(Neighborhood), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
 def test_work_lists_match_the_multiplicity(problem: Problem, side: Side, block: int) -> None:
     work = work_list_of(problem, side, block)
     expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
@@ -123,7 +109,7 @@ def test_work_lists_match_the_multiplicity(problem: Problem, side: Side, block: 
     )
 
 
-@given(problems(), st.sampled_from(SIDES))
+@given(problems(Neighborhood), st.sampled_from(SIDES))
 def test_every_row_is_in_at_most_one_tile(problem: Problem, side: Side) -> None:
     work = work_list_of(problem, side, 8)
     length = problem.q_len if side == "queries" else problem.k_len
@@ -176,7 +162,7 @@ def test_the_default_device_is_not_that_of_lists(pattern: Pattern) -> None:
     assert found[0] == found[1] == lists()
 
 
-@given(problems(), st.sampled_from(SIDES))
+@given(problems(Neighborhood), st.sampled_from(SIDES))
 def test_longest_first_reorders_the_tiles_of_each_kind(problem: Problem, side: Side) -> None:
     work = work_list_of(problem, side, 4)
     found = work.longest_first(4)

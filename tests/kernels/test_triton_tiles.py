@@ -25,7 +25,7 @@ from tests.kernels.test_tiles import ESTIMATED, PATTERNS, Tiled
 from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
 from tests.kernels.test_triton import TERMS, fake_gpu, interpreted, problem_of
 from tests.support.cases import failures
-from tests.support.pairwise import thinned
+from tests.support.pairwise import by_turns
 
 NEIGHBORS = Neighborhood((64, 64), (13, 13))
 CUDA = replace(DENSE_ON_CUDA, pattern=NEIGHBORS)
@@ -87,11 +87,7 @@ def pair_multiplicity(lists: TileLists, kind: int, query: int, key: int, mask: i
     return found * lists.counts[q_at[queries, None] + k_at[keys]].int()
 
 
-@thinned(
-    ("pattern", "length", "stored"),
-    [(*each, (n + turn) % 2 == 0) for n, each in enumerate(SQUARE) for turn in (0, 1)],
-    2,
-)
+@by_turns(("pattern", "length", "stored"), SQUARE, (True, False), str)
 def test_lists_match_the_multiplicity(
     pattern: Pattern, length: int, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

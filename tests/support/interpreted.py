@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -45,17 +46,17 @@ def load() -> None:
 
 def _patch_once(interpreter: Any) -> None:
     """For each function that a kernel calls, the language would be patched again, which takes a quarter of the time."""
-    patch, launch, languages = interpreter._patch_lang, interpreter.GridExecutor.__call__, dict[int, set[int]]()
-    patched = set[int]()
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[int]()
+
+    @cache
+    def languages_of(function: Any) -> set[int]:
+        seen = set(map(id, function.__globals__.values()))
+        return seen & {id(interpreter.tl), id(interpreter.tl.core)}
 
     def patch_once(function: Any) -> Any:
-        seen = function.__globals__
-        if id(seen) not in languages:
-            both = interpreter.tl, interpreter.tl.core
-            languages[id(seen)] = {id(each) for each in both if any(each is value for value in seen.values())}
-        if languages[id(seen)] <= patched:
+        if languages_of(function) <= patched:
             return None  # of those that ask for it, kernels alone restore the language
-        patched.update(languages[id(seen)])
+        patched.update(languages_of(function))
         return patch(function)
 
     def launched(*given: Any, **more: Any) -> Any:

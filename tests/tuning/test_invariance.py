@@ -23,7 +23,7 @@ from attn_dispatch.tuning.gate import case_of
 from attn_dispatch.tuning.hard_cases import class_key
 from attn_dispatch.tuning.invariance import difference, family_of
 from tests.support.cases import failures
-from tests.support.pairwise import thinned
+from tests.support.pairwise import by_turns, thinned
 from tests.support.processes import printed
 from tools.checks.invariance import count
 
@@ -54,9 +54,7 @@ def test_native_gives_a_row_the_same_bits(dtype: torch.dtype, head_dim: int) -> 
 KINDS = ({"heads": 4}, {"softcap": 3.0}, {"alibi_axes": 1}, {"bias": (1, 2)}, {"needs_grad": True})
 
 
-@thinned(
-    ("changes", "dtype"), [(each, DTYPES[(n + turn) % 3]) for n, each in enumerate(KINDS) for turn in range(3)], 3, str
-)
+@by_turns(("changes", "dtype"), KINDS, DTYPES, str)
 def test_of_all_kinds(changes: dict[str, Any], dtype: torch.dtype) -> None:
     assert difference(registry.load("native"), family(dtype, 64, **changes)) == ""
 
