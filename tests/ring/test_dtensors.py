@@ -210,7 +210,7 @@ def test_refused(ranks: Ranks, case: str, text: str) -> None:
 
 
 def in_context_parallel(pattern: Pattern, balanced: bool) -> tuple[bool, str]:
-    """A job: whether a call inside torch's context_parallel is over its ranks; the first's error of a compiled one."""
+    """A job: whether a call in torch's context_parallel is over its ranks; the error of a compiled one."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = mesh_of(4)

@@ -252,7 +252,7 @@ def patterns(q_len: int, k_len: int) -> st.SearchStrategy[Pattern]:
 
 @st.composite
 def problems(draw: st.DrawFn, *left: type[Pattern]) -> Problem:
-    """With gradients, of grouped heads and any two lengths; of all kinds of patterns but those that are left out."""
+    """With gradients, grouped heads and any two lengths; of all kinds of patterns but those that are left out."""
     q_len = draw(lengths())
     k_len = draw(st.just(q_len) | lengths())
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))

@@ -34,8 +34,7 @@ def load() -> None:
     kind_of, kinds = interpreter._get_np_dtype, dict[str, Any]()
 
     def kind_once(kind: Any) -> Any:
-        name = kind.scalar.name
-        if name not in kinds:
+        if (name := kind.scalar.name) not in kinds:
             kinds[name] = kind_of(kind)
         return kinds[name]
 
@@ -45,7 +44,7 @@ def load() -> None:
 
 
 def _patch_once(interpreter: Any) -> None:
-    """For each function that a kernel calls, the language would be patched again, which takes a quarter of the time."""
+    """For each function that a kernel calls the language would be patched again: a quarter of the time."""
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[int]()
 
     @cache

@@ -153,7 +153,7 @@ def of_documents(q: Tensor, starts: Tensor, same_of_keys: Tensor, *longest: int)
 def flash_attn_2(
     monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], imported: str = "flash_attn_gpu"
 ) -> None:
-    """flash-attn 2.7.0 to 2.8.3 (csrc/flash_attn/flash_api.cpp), by the name under which the package imports it."""
+    """flash-attn 2.7.0 to 2.8.3 (csrc/flash_attn/flash_api.cpp), by the name by which the package imports it."""
 
     def fwd(
         q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
