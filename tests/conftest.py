@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -77,6 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What is there by now stays: a collection of garbage that a test asks for would look at all of it, for 0.5 s."""
     gc.freeze()
+    for each in logging.root.manager.loggerDict.values():
+        if isinstance(each, logging.Logger):  # else pytest attaches itself to 50 of torch's, six times a test
+            each.propagate = True
 
 
 @pytest.hookimpl(optionalhook=True)

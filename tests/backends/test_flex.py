@@ -33,7 +33,7 @@ from attn_dispatch.tuning.example import Example, make, pattern_data
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
-from tests.support.cases import gate
+from tests.support.cases import failures
 from tests.support.pairwise import thinned
 
 FLEX = registry.load("flex")
@@ -371,8 +371,7 @@ def of_data(form: Pattern, **changes: Any) -> Problem:
 
 @pytest.mark.parametrize("form", OF_DATA, ids=str)
 def test_masks_made_of_data(form: Pattern, uncompiled_flex: None) -> None:
-    expected = Oracle.of(hard_example(of_data(form, needs_grad=True, return_lse=True)))
-    assert expected.check(expected.run(FLEX)).failures == ()
+    assert failures(FLEX, hard_example(of_data(form, needs_grad=True, return_lse=True))) == ()
 
 
 def test_what_blocks_are_cut_by() -> None:
@@ -419,8 +418,7 @@ def test_compiled_with_data(form: Pattern) -> None:
     before = graphs()
     compiled(of_data(form))
     for seed in (1, 2):
-        gate = Oracle.of(hard_example(of_data(form), seed))
-        assert gate.check(gate.run(FLEX)).failures == ()
+        assert failures(FLEX, hard_example(of_data(form), seed)) == ()
     assert graphs() <= before + 2
 
 
@@ -465,5 +463,4 @@ def test_results_in_another_order(
     case = Case("", given, (2, length, 4, 16), kv_heads=2, seq_lens=bool(masked), key_mask=bool(masked))
     asked = case.problem(torch.float32, needs_grad=True)
     assert flex.orders(asked) == ("natural",) if stored else order in flex.orders(asked)
-    expected = gate(asked)
-    assert expected.check(expected.run(FLEX, "natural" if stored else order)).failures == ()
+    assert failures(FLEX, asked, "natural" if stored else order) == ()

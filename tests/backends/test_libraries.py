@@ -45,8 +45,8 @@ from attn_dispatch.tuning.hard_cases import class_key
 from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_limits import installed
 from tests.support import libraries
-from tests.support.cases import factors_of, gate
-from tests.support.pairwise import crossed, thinned
+from tests.support.cases import factors_of, failures, gate
+from tests.support.pairwise import by_turns, crossed, thinned
 
 FLASH = {variant.title: variant for variant in flash.BACKEND.variants}
 ADAPTERS = {
@@ -122,7 +122,7 @@ def agrees(adapter: str, case: Case, dtype: torch.dtype, needs_grad: bool) -> No
     backend, asked = on_cpu(ADAPTERS[adapter]), case.problem(dtype, needs_grad=needs_grad)
     for problem in (asked, replace(asked, return_lse=False)):
         if not backend.refusals(problem):
-            assert gate(problem).check(gate(problem).run(backend)).failures == ()
+            assert failures(backend, problem) == ()
     if (packed := optional.problem_of_documents(backend, problem)) is not None:
         assert optional.documents_failures(backend, packed) == []
 
@@ -216,12 +216,7 @@ def test_adapters_agree_with_float64(adapter: str, case: Case, calls: list[dict[
     agrees(adapter, case, torch.float32, True)
 
 
-@thinned(
-    ("adapter", "case"),
-    [(adapter, FEW[(n + turn) % 4]) for n, adapter in enumerate(ADAPTERS) for turn in range(4)],
-    4,
-    ids=lambda x: getattr(x, "id", x),
-)
+@by_turns(("adapter", "case"), ADAPTERS, FEW, lambda x: getattr(x, "id", x))
 def test_adapters_in_half_precision_and_without_gradients(
     adapter: str, case: Case, calls: list[dict[str, Any]]
 ) -> None:
@@ -288,8 +283,7 @@ def test_a_build_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_arguments_of_flash(adapter: str, deterministic: bool, calls: list[dict[str, Any]]) -> None:
     case = Case("", Window(5, None), (1, 40, 2, 16))
     problem = replace(case.problem(torch.float16, needs_grad=True), deterministic=deterministic)
-    checked = Oracle.of(make(problem))
-    assert checked.check(checked.run(on_cpu(ADAPTERS[adapter]))).failures == ()
+    assert failures(on_cpu(ADAPTERS[adapter]), problem) == ()
     backward = [each for each in calls if "deterministic" in each]
     assert backward == [{"deterministic": deterministic, "window": (5, None) if adapter == "flash4" else (5, -1)}]
 
@@ -671,7 +665,7 @@ def test_mslk_in_the_place_of_xformers(distribution: str, monkeypatch: pytest.Mo
     backend = on_cpu(ADAPTERS["xformers"]._replace(package=package))
     problem = FEW[1].problem(torch.float16, needs_grad=True)
     assert backend.refusals(problem) == []
-    assert gate(problem).check(gate(problem).run(backend)).failures == ()
+    assert failures(backend, problem) == ()
 
 
 @pytest.mark.parametrize("shape", [(2, 40, 3, 16), (2, 40, 3, 9)], ids=str)
@@ -701,7 +695,5 @@ def test_float32_gradients_are_computed_in_float32(monkeypatch: pytest.MonkeyPat
     for case in FEW:
         if isinstance(case.pattern, Window):
             continue
-        problem = case.problem(torch.bfloat16, needs_grad=True)
-        checked = gate(problem)
-        assert checked.check(checked.run(sdpa_float32.BACKEND)).failures == ()
+        assert failures(sdpa_float32.BACKEND, case.problem(torch.bfloat16, needs_grad=True)) == ()
     assert seen == {torch.float32}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_dispatch.backends import flash, sdpa_cudnn, xformers
+from attn_dispatch.backends import sdpa_cudnn, xformers
 from attn_dispatch.kernels import dense
 from attn_dispatch.kernels.branches import flash4 as flash4_package
 from attn_dispatch.spec.pattern import Dense, Pattern, Window
@@ -83,12 +83,6 @@ def source_of(distribution: str, path: str) -> str:
         return signatures.installed_source(distribution, path)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{distribution} is not installed")
-
-
-def test_flash_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries.flash_attn_2(monkeypatch, [])
-    found = record("flash2", flash.extension2(), monkeypatch)
-    found.check(lambda name: signatures.of_source(signatures.FLASH_2, name))
 
 
 def test_flash_3(monkeypatch: pytest.MonkeyPatch) -> None:

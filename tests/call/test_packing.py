@@ -65,18 +65,12 @@ def expected(
     outs, lses = [], []
     for row, documents in enumerate(ids):
         for each in documents.unique_consecutive():
-            where = (documents == each).nonzero().flatten()
-            counts = pattern.multiplicity(len(where), heads=q.shape[2]).double()
-            counts = counts if key_mask is None else counts * key_mask[row, where]
-            keys, values = (x[row, where].repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (k, v))
-            scores = HEAD_DIM**-0.5 * torch.einsum("ihd,jhd->hij", q[row, where], keys) + counts.log()
-            if sink is not None:
-                scores = torch.cat([scores, sink[:, None, None].expand(HEADS, len(where), 1)], -1)
-                values = torch.cat([values, torch.zeros_like(values[:1])])
-            outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), values))
-            lses.append(scores.logsumexp(-1))
-    shape = q.shape
-    return torch.cat(outs).view(shape), torch.cat([x.t() for x in lses]).view(shape[:-1]).transpose(1, 2)
+            at = torch.tensor([row])[:, None], (documents == each).nonzero().flatten()
+            out, lse = formula(q[at], k[at], v[at], pattern, seen=None if key_mask is None else key_mask[at])
+            total = lse if sink is None else torch.logaddexp(lse, sink[:, None])
+            outs.append(out if sink is None else out * (lse - total).exp().mT[..., None])
+            lses.append(total)
+    return torch.cat(outs, 1).view(q.shape), torch.cat(lses, 2).view(-1, *q.shape[:2]).transpose(0, 1)
 
 
 @pytest.mark.parametrize("sink", [-40.0, -20.0, 0.0, 40.0])

@@ -421,9 +421,11 @@ BLOCKS: dict[str, tuple[dict[str, int], bool, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("own", [(0, 5, 9, 20), (0, 3, 3, 20), (0, 5, 10, 15)])
-@pytest.mark.parametrize("other", [(0, 5, 9, 20), (0, 8, 9, 15), (0, 4, 6, 6), (0, 7, 14, 21)])
+@crossed(
+    name=BLOCKS,
+    own=((0, 5, 9, 20), (0, 3, 3, 20), (0, 5, 10, 15)),
+    other=((0, 5, 9, 20), (0, 8, 9, 15), (0, 4, 6, 6), (0, 7, 14, 21)),
+)
 def test_masks_of_blocks(name: str, own: tuple[int, ...], other: tuple[int, ...]) -> None:
     """The space behind a block's keys holds NaN; gradients are those of the definition."""
     fields, upper_left, rule = BLOCKS[name]

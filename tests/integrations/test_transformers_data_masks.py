@@ -15,6 +15,7 @@ from attn_dispatch.integrations import mask_runs
 from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     CACHE,
+    GENERATING,
     LENGTH,
     PADDINGS,
     SHARED,
@@ -22,6 +23,7 @@ from tests.support.small_transformers import (
     WINDOWED,
     Case,
     assert_close,
+    assert_same_tokens,
     decoder,
     made,
     padded,
@@ -166,14 +168,6 @@ def test_nothing_is_asked_about_all_pairs(name: str, asked: list[str], monkeypat
     assert of_data(asked)
 
 
-GENERATING: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True},
-    "beams": {"num_beams": 3},
-    "static": {"cache_implementation": "static"},
-}
-
-
 def generated(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     torch.manual_seed(3)
     lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
@@ -185,9 +179,7 @@ def test_generates_the_same_tokens(name: str, how: str, asked: list[str]) -> Non
     model, inputs = made(*MODELS[name]), inputs_of(name, "left")
     expected = generated(using(model, "sdpa"), inputs, **GENERATING[how])
     found = generated(using(model, "attn_dispatch"), inputs, **GENERATING[how])
-    assert torch.equal(found.sequences, expected.sequences)
-    for mine, exact in zip(found.logits, expected.logits, strict=True):
-        assert_close(mine, exact)
+    assert_same_tokens(found, expected)
     assert len(of_data(asked)) in layers_of_data(name)
 
 

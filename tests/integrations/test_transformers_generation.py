@@ -14,8 +14,10 @@ from tests.support.pairwise import thinned
 from tests.support.small_transformers import (
     CACHE,
     DECODERS,
+    GENERATING,
     REFERENCE,
     assert_close,
+    assert_same_tokens,
     decoder,
     other,
     padded,
@@ -29,12 +31,6 @@ from attn_dispatch.integrations import transformers as integration  # isort: ski
 
 pytestmark = pytest.mark.usefixtures("no_trials")
 
-GENERATING: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {"do_sample": True},
-    "beams": {"num_beams": 3},
-    "static": {"cache_implementation": "static"},
-}
 #: Windows of 5 and 6 tokens, chunks of 8: all are passed.
 NAMES = ["llama", "mistral", "gemma3", "gemma4", "gpt_oss", "llama4", "deepseek_v3", "bart", "t5"]
 PROMPT, NEW = 9, 12  #: tokens
@@ -72,9 +68,7 @@ def test_the_same_tokens(name: str, how: str, asked: list[str]) -> None:
     model = decoder(name) if name in DECODERS else other(name)
     expected = generated(model, REFERENCE.get(name, "sdpa"), **options)
     found = generated(model, "attn_dispatch", **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    for mine, exact in zip(found.logits, expected.logits, strict=True):
-        assert_close(mine, exact)
+    assert_same_tokens(found, expected)
     layers = {"gemma4": 4}.get(name, 2)
     assert len(asked) == (layers * NEW if name in DECODERS else layers + 2 * layers * NEW)
 

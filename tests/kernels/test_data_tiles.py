@@ -63,8 +63,12 @@ def patterns() -> dict[str, DataPattern]:
 
 
 PATTERNS = patterns()
-EVERY = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 both = pytest.mark.usefixtures("_kept_masks")
+
+
+def every(test: Any) -> Any:
+    """A test of each pattern, with masks and without."""
+    return both(pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)(test))
 
 
 @pytest.fixture(params=[True, False], ids=["masks", "computed"])
@@ -85,8 +89,7 @@ def multiplicity(pattern: DataPattern) -> Tensor:
     return found if found.ndim == 4 else found[None]
 
 
-@both
-@EVERY
+@every
 def test_tables_match_the_multiplicity(pattern: DataPattern) -> None:
     for tile in (4, 8, 16):
         for row, expected in zip(
@@ -98,8 +101,7 @@ def test_tables_match_the_multiplicity(pattern: DataPattern) -> None:
                 assert all(torch.equal(found, expected[head]) for head in table.heads)
 
 
-@both
-@EVERY
+@every
 def test_lists_match_the_multiplicity(pattern: DataPattern) -> None:
     lists, expected = data_lists_of(problem(pattern), pattern.data, 16), multiplicity(pattern)
     for kind_of, row in zip(lists.kind_of.view(-1, HEADS), expected, strict=True):
@@ -108,8 +110,7 @@ def test_lists_match_the_multiplicity(pattern: DataPattern) -> None:
             assert torch.equal(found, row)
 
 
-@both
-@EVERY
+@every
 def test_declared_bytes_and_pairs(pattern: DataPattern) -> None:
     asked = problem(pattern)
     for tile in (16, 64):
@@ -143,8 +144,7 @@ def failures(module: Any, pattern: DataPattern, tile: int, **terms: Any) -> tupl
     return expected.check(expected.run(Tiled("natural", tile, module))).failures
 
 
-@both
-@EVERY
+@every
 def test_results_of_tiles(pattern: DataPattern, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_dispatch.kernels.tiles.run.CHUNK_BYTES", 2**14)
     assert failures(tiles, pattern, 16) == ()
@@ -153,7 +153,6 @@ def test_results_of_tiles(pattern: DataPattern, monkeypatch: pytest.MonkeyPatch)
 
 @both
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "odd-by-key-head-and-row" else pytest.mark.full) for name in PATTERNS],
@@ -179,7 +178,6 @@ def _of_padding(backend: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("backend", ["tiles", "triton_tiles"])
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 def test_keys_that_only_padding_sees(backend: str) -> None:
     for found, expected in zip(_of_padding(backend), _of_padding("manual"), strict=True):
         assert expected.isfinite().all()
@@ -187,7 +185,7 @@ def test_keys_that_only_padding_sees(backend: str) -> None:
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter", "no_trials")
+@pytest.mark.usefixtures("no_trials")
 def test_threads_take_turns_in_the_interpreter() -> None:
     """It has one grid for all of them: calls of different sizes at once were wrong."""
     places = [torch.arange(size)[None] for size in (150, 40)]

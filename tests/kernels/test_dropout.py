@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from attn_dispatch import attend
 from attn_dispatch.backends import native
 from attn_dispatch.kernels import registry
-from attn_dispatch.kernels.contract import refusals_of
+from attn_dispatch.kernels.contract import adapted, refusals_of
 from attn_dispatch.kernels.dropout import DRAWN, gain, kept, numbers, threshold
 from attn_dispatch.kernels.native import run
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.testing import conformance
 from attn_dispatch.testing.cases import CASES, DATA_CASES, Case
+from attn_dispatch.testing.checks import _OrderCheck
 from attn_dispatch.tuning.example import make
 from tests.support.cases import dropped_otherwise
 from tests.support.interpreted import INTERPRETED
@@ -36,6 +36,16 @@ pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
 def problem_of(case: Case, dtype: torch.dtype = torch.float32, p: float = P) -> Problem:
     return replace(case.problem(dtype, needs_grad=True), dropout_p=p)
+
+
+def wrong(problem: Problem) -> list[str]:
+    """What `conformance` would find of the native kernel, but for the hard cases, which are without dropout."""
+    found = [str(each) for each in refusals_of(adapted(native), problem)]
+    for order in native.orders(problem):
+        check = _OrderCheck(adapted(native), order, problem, set())
+        found += [*check.results(), *check.memory(native.workspace_bytes(problem))]
+        found += [*check.further_calls(), *check.dropout()]
+    return found
 
 
 def test_the_generator_is_philox() -> None:
@@ -77,7 +87,7 @@ def test_any_probability(p: float, factor: float) -> None:
 def test_native_entry_by_entry(case: Case, dtype: torch.dtype) -> None:
     """Results and gradients are those of the weights that it keeps, whatever the tiles, branches, runs and orders."""
     problem = problem_of(case, dtype)
-    assert conformance(native, [problem, replace(problem, needs_grad=False)]).refused == {}
+    assert wrong(problem) == wrong(replace(problem, needs_grad=False)) == []
 
 
 def test_native_in_blocks_and_splits(three_threads: None) -> None:
@@ -90,7 +100,7 @@ def test_native_in_blocks_and_splits(three_threads: None) -> None:
     problems = [problem_of(case, dtype) for case in some for dtype in (torch.float32, torch.bfloat16)]
     problems += [replace(problems[2], bias=(1, 2), bias_needs_grad=True), replace(problems[0], softcap=2.0)]
     assert run.work_units(problems[2], 3).splits > 1
-    assert conformance(native, problems).refused == {}
+    assert [wrong(problem) for problem in problems] == [[]] * len(problems)
 
 
 #: Queries of which 8 neighbours are 8 in a row, not those of a dilated tile.
@@ -102,9 +112,10 @@ FEW = "causal-few-tokens", "window-sinks-both-masks", "longnet-short", "neighbor
 def test_backends_drop_the_same_weights(name: str) -> None:
     """As the formula does, of one state of the generators; native where its tiles are queries in a row."""
     computed = 0
-    few = FEW[:2] if name == "triton" else FEW  # interpreted, it takes long
+    few = FEW[:2] if name == "triton" else FEW  # interpreted, heads take long
     for case in ALIGNED if name == "native" else [case for case in CASES if case.id in few]:
-        problem = problem_of(case)
+        fewer = replace(case, shape=(*case.shape[:2], 2, 16), kv_heads=1)
+        problem = problem_of(case if name == "native" else fewer)
         if refusals_of(registry.load(name), problem):
             continue
         assert dropped_otherwise(registry.load(name), problem) == []
@@ -163,4 +174,4 @@ def test_rows_of_masks_made_of_data_draw_for_themselves() -> None:
 def test_orders_of_a_neighborhood() -> None:
     problem = problem_of(Case("", Neighborhood((9, 15), (5, 7)), (1, 135, 2, 16)))
     assert set(native.orders(problem)) > {"natural"}
-    assert conformance(native, [problem]).computed == (problem,)
+    assert wrong(problem) == []

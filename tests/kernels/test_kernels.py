@@ -213,9 +213,9 @@ def test_a_recomputed_call_drops_the_same_weights(free: tuple[int, int], monkeyp
 
 def test_the_memory_of_a_call_with_dropout() -> None:
     """What is drawn takes memory, too."""
-    problem = Case("long", Dense(), (1, 2048, 4, 8)).problem(torch.float32, needs_grad=True)
+    problem = Case("long", Dense(), (1, 1024, 2, 8)).problem(torch.float32, needs_grad=True)
     problem = replace(problem, dropout_p=0.5)
-    q, k, v = (torch.randn(1, 2048, 4, 8, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 1024, 2, 8, requires_grad=True) for _ in range(3))
 
     def call() -> None:
         torch.autograd.grad(manual.run(q, k, v, problem)[0].sum(), (q, k, v))

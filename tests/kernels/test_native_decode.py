@@ -16,9 +16,8 @@ from attn_dispatch.spec.data import BlocksForm, RangesForm
 from attn_dispatch.spec.pattern import Dense, Dilated, Window
 from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import Case
-from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Oracle
-from tests.support.pairwise import thinned
+from tests.support.cases import failures
+from tests.support.pairwise import by_turns, thinned
 
 NATIVE = registry.load("native")
 
@@ -83,12 +82,9 @@ DATA = {
 }
 
 
-@thinned(
-    ("name", "dtype"), [(name, run.DTYPES[(n + turn) % 3]) for n, name in enumerate(FEW | DATA) for turn in range(3)], 3
-)
+@by_turns(("name", "dtype"), FEW | DATA, tuple(run.DTYPES))
 def test_few_queries_are_exact(name: str, dtype: torch.dtype) -> None:
-    expected = Oracle.of(make((FEW | DATA)[name].problem(dtype, needs_grad=False)))
-    assert expected.check(expected.run(NATIVE)).failures == ()
+    assert failures(NATIVE, (FEW | DATA)[name].problem(dtype, needs_grad=False)) == ()
 
 
 @pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
@@ -101,11 +97,10 @@ def test_specialized_calls_give_the_same_bits(name: str, return_lse: bool) -> No
         assert optional.specialized_failures(NATIVE, asked) == []
 
 
-@pytest.mark.parametrize("name", FEW | DATA)
+@thinned("name", FEW | DATA, 2)
 def test_gradients_are_those_of_the_shared_tiles(name: str) -> None:
     """The backward pass takes out and lse of a forward pass in splits."""
-    expected = Oracle.of(make((FEW | DATA)[name].problem(torch.float32, needs_grad=True)))
-    assert expected.check(expected.run(NATIVE)).failures == ()
+    assert failures(NATIVE, (FEW | DATA)[name].problem(torch.float32, needs_grad=True)) == ()
 
 
 @pytest.mark.parametrize("name", FEW)

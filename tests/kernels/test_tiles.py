@@ -24,7 +24,8 @@ from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from tests.support.calls import threads
-from tests.support.cases import gate
+from tests.support.cases import failures
+from tests.support.pairwise import by_turns
 
 HEADS = 5
 PATTERNS: tuple[tuple[Pattern, int, int], ...] = (
@@ -82,8 +83,7 @@ def table_multiplicity(table: TileTable, q_len: int, k_len: int) -> Tensor:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("pattern", "q_len", "k_len"), PATTERNS, ids=str)
-@pytest.mark.parametrize("order", ORDERS)
+@by_turns(("pattern", "q_len", "k_len", "order"), PATTERNS, ORDERS, str)
 def test_tables_match_the_multiplicity(pattern: Pattern, q_len: int, k_len: int, order: str) -> None:
     expected = pattern.multiplicity(q_len, k_len, HEADS)
     for tile in (4, 8, 16):
@@ -158,16 +158,15 @@ class Tiled(Backend):
         return found
 
 
-def failures(case: Case, order: str, tile: int, dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
-    expected = gate(case.problem(dtype, needs_grad=True))
-    return expected.check(expected.run(Tiled(order, tile))).failures
+def wrong(case: Case, order: str, tile: int, dtype: torch.dtype = torch.float32) -> tuple[str, ...]:
+    return failures(Tiled(order, tile), case.problem(dtype, needs_grad=True))
 
 
 @IN_ORDERS
 def test_results_in_every_order(case: Case) -> None:
     for order, tile in zip(ORDERS, (32, 8, 16), strict=True):
-        assert failures(case, order, tile) == (), (order, tile)
-    assert failures(case, "hilbert", 16, torch.bfloat16) == ()
+        assert wrong(case, order, tile) == (), (order, tile)
+    assert wrong(case, "hilbert", 16, torch.bfloat16) == ()
 
 
 @IN_ORDERS
@@ -180,14 +179,14 @@ def test_reordered_tokens(case: Case) -> None:
         problem = moved.problem(torch.float32, needs_grad=True)
         assert backend.refusals(problem) == []
         assert backend.orders(problem) == ("natural",) or problem.pattern == case.pattern
-        assert failures(moved, order, 16) == (), (stored, order)
+        assert wrong(moved, order, 16) == (), (stored, order)
 
 
 @IN_ORDERS
 def test_masks_computed_in_every_call(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MASK_BYTES", 0)
     monkeypatch.setattr(tile_math, "CHUNK_BYTES", 0)  # one query tile per call
-    assert failures(case, "hilbert", 8) == ()
+    assert wrong(case, "hilbert", 8) == ()
 
 
 @pytest.mark.parametrize("pattern", [NEIGHBORS, LONGNET], ids=str)

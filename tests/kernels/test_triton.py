@@ -37,14 +37,21 @@ from attn_dispatch.testing import optional
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.oracle import Oracle
-from tests.support.definition import lengths, patterns
+from tests.support.cases import failures
+from tests.support.definition import problems
 from tests.support.distributions import skip_without
 from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import thinned
 
 TRITON = registry.load("triton")
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
+
+def interpreted(test: Any) -> Any:
+    """A test in Triton's interpreter."""
+    skipped = pytest.mark.skipif(not INTERPRETED, reason="Triton is not installed, or there is a GPU for it")
+    return pytest.mark.usefixtures("triton_interpreter")(skipped(test))
+
+
 LONGNET = Dilated((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16), is_causal=True)
 SIDES: tuple[Side, ...] = ("queries", "keys")
 TERMS: dict[str, Any] = {"none": {}, "softcap": {"softcap": 2.0}, "bias": {"bias": (1, 1)}, "slopes": {"alibi_axes": 1}}
@@ -58,20 +65,6 @@ def problem_of(
 
 
 # --- work lists -------------------------------------------------------------------------------------------------------
-
-
-def supported(pattern: Pattern) -> bool:
-    return not isinstance(pattern, Neighborhood)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    q_len = draw(lengths())
-    k_len = draw(st.just(q_len) | lengths())
-    pattern = draw(patterns(q_len, k_len).filter(supported))
-    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    case = Case("listed", pattern, (1, q_len, kv_heads * group, 8), k_len=k_len, kv_heads=kv_heads)
-    return case.problem(torch.float32, needs_grad=True)
 
 
 def tile_runs(work: WorkList, problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, int]]:
@@ -105,7 +98,7 @@ def listed_multiplicity(work: WorkList, problem: Problem, side: Side) -> Tensor:
     return found
 
 
-@given(problems(), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
+@given(problems(Neighborhood), st.sampled_from(SIDES), st.sampled_from([1, 4, 16]))
 def test_work_lists_match_the_multiplicity(problem: Problem, side: Side, block: int) -> None:
     work = work_list_of(problem, side, block)
     expected = problem.pattern.multiplicity(problem.q_len, problem.k_len, problem.heads)
@@ -116,7 +109,7 @@ def test_work_lists_match_the_multiplicity(problem: Problem, side: Side, block: 
     )
 
 
-@given(problems(), st.sampled_from(SIDES))
+@given(problems(Neighborhood), st.sampled_from(SIDES))
 def test_every_row_is_in_at_most_one_tile(problem: Problem, side: Side) -> None:
     work = work_list_of(problem, side, 8)
     length = problem.q_len if side == "queries" else problem.k_len
@@ -169,7 +162,7 @@ def test_the_default_device_is_not_that_of_lists(pattern: Pattern) -> None:
     assert found[0] == found[1] == lists()
 
 
-@given(problems(), st.sampled_from(SIDES))
+@given(problems(Neighborhood), st.sampled_from(SIDES))
 def test_longest_first_reorders_the_tiles_of_each_kind(problem: Problem, side: Side) -> None:
     work = work_list_of(problem, side, 4)
     found = work.longest_first(4)
@@ -278,7 +271,6 @@ def test_without_the_package_or_with_an_old_one(monkeypatch: pytest.MonkeyPatch)
     assert registry.version_of(TRITON) is None
 
 
-@pytest.mark.usefixtures("triton_interpreter")
 @interpreted
 def test_the_interpreter_has_no_bfloat16() -> None:
     assert texts(replace(CUDA, device=torch.device("cpu"))) == ["computes in float16, float32, not bfloat16"]
@@ -288,7 +280,6 @@ def test_the_interpreter_has_no_bfloat16() -> None:
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.full
 def test_results_are_deterministic() -> None:
     problem = next(case for case in CASES if case.id == "longnet-short").problem(torch.float16, needs_grad=True)
@@ -309,26 +300,21 @@ SEVERAL = (
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @thinned(("case", "terms"), product(SEVERAL, TERMS), 7, ids=lambda x: getattr(x, "id", x))
 def test_tiles_of_several_blocks(case: Case, terms: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "INTERPRETED_BLOCK", BlockConfig(32, 16, 4, 1))
     triton.block_configs.cache_clear()
-    gate = Oracle.of(make(replace(case.problem(torch.float32, needs_grad=True), **TERMS[terms])))
-    assert gate.check(gate.run(TRITON)).failures == ()
+    assert failures(TRITON, replace(case.problem(torch.float32, needs_grad=True), **TERMS[terms])) == ()
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("scale", [0.0, 1e-300, -1.0])
 def test_any_scale(scale: float) -> None:
-    problem = Case("scaled", Dense(is_causal=True), (1, 20, 2, 16), scale=scale).problem(torch.float32, needs_grad=True)
-    gate = Oracle.of(make(problem))
-    assert gate.check(gate.run(TRITON)).failures == ()
+    case = Case("scaled", Dense(is_causal=True), (1, 20, 2, 16), scale=scale)
+    assert failures(TRITON, case.problem(torch.float32, needs_grad=True)) == ()
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize("backend", [triton, triton_tiles], ids=lambda backend: backend.name)
 def test_wide_offsets_change_nothing(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("wide", Dilated((32,), (2,)), (1, 32, 2, 16), kv_heads=1, key_mask=True, seq_lens=True, scale=-0.3)
@@ -361,7 +347,6 @@ FEW = (
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @thinned(
     ("case", "dtype", "terms", "needs_grad"),
     zip(FEW, cycle((torch.float32, torch.float16, torch.float16)), cycle(TERMS), cycle((True, False, False))),
@@ -387,7 +372,6 @@ def test_few_queries_in_parts(
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 def test_slopes_count_from_the_end_of_a_row() -> None:
     problem = replace(
         Case("", Dense(True), (2, 2, 2, 16), k_len=70).problem(torch.float16, needs_grad=False), alibi_axes=1
@@ -398,8 +382,7 @@ def test_slopes_count_from_the_end_of_a_row() -> None:
         return registry.load("triton").run(q, whole.k, whole.v, problem, key_lens=lens, **given)
 
     part = replace(whole, problem=replace(problem, k_len=50), k=whole.k[:, :50], v=whole.v[:, :50])
-    oracle = Oracle.of(part)
-    assert oracle.check(oracle.run(adapted(SimpleNamespace(run=run)))).failures == ()
+    assert failures(adapted(SimpleNamespace(run=run)), part) == ()
 
 
 def test_which_keys_are_read_in_parts() -> None:

@@ -19,8 +19,8 @@ from attn_dispatch.kernels.triton.blocks import HEAD_DIM_LIMIT, SMALLEST_SIDE, B
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern
 from attn_dispatch.testing.cases import Case
 from attn_dispatch.tuning.example import make
-from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_triton import CUDA, fake_gpu, interpreted
+from tests.support.cases import failures
 from tests.support.compiling import compiled, run_alone
 from tests.support.distributions import skip_without
 
@@ -215,7 +215,6 @@ class Launched:
 
 
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     ("backend", "pattern", "q_len", "launches"),
     [(triton, Dense(), 64, 3), (triton, Dense(), 1, 2), (triton_tiles, Dilated((32, 64), (1, 2)), 64, 3)],
@@ -271,7 +270,6 @@ def test_parts_of_a_head_dim() -> None:
 
 @pytest.mark.full
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     ("masked", "kind", "head_dim"),
     [(True, "causal", 80), (False, "dilated", 96), (True, "tiles", 160), (True, "dilated", 192)],
@@ -280,8 +278,7 @@ def test_sums_of_two_powers(masked: bool, kind: str, head_dim: int) -> None:
     """Grouped heads, forward and backward, against float64."""
     backend, pattern = KINDS[kind]
     case = Case("sum", pattern, (1, 40, 4, head_dim), kv_heads=2, key_mask=masked, seq_lens=masked, scale=-0.3)
-    gate = Oracle.of(make(case.problem(torch.float32, needs_grad=True)))
-    assert gate.check(gate.run(adapted(backend))).failures == ()
+    assert failures(adapted(backend), case.problem(torch.float32, needs_grad=True)) == ()
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -24,7 +24,8 @@ from attn_dispatch.testing.cases import Case
 from tests.kernels.test_tiles import ESTIMATED, PATTERNS, Tiled
 from tests.kernels.test_triton import CUDA as DENSE_ON_CUDA
 from tests.kernels.test_triton import TERMS, fake_gpu, interpreted, problem_of
-from tests.support.cases import gate
+from tests.support.cases import failures
+from tests.support.pairwise import by_turns
 
 NEIGHBORS = Neighborhood((64, 64), (13, 13))
 CUDA = replace(DENSE_ON_CUDA, pattern=NEIGHBORS)
@@ -86,8 +87,7 @@ def pair_multiplicity(lists: TileLists, kind: int, query: int, key: int, mask: i
     return found * lists.counts[q_at[queries, None] + k_at[keys]].int()
 
 
-@pytest.mark.parametrize("stored", [True, False], ids=["masks", "reach"])
-@pytest.mark.parametrize(("pattern", "length"), SQUARE, ids=str)
+@by_turns(("pattern", "length", "stored"), SQUARE, (True, False), str)
 def test_lists_match_the_multiplicity(
     pattern: Pattern, length: int, stored: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,11 +122,6 @@ def test_lists_fit_their_declared_bytes(pattern: Pattern, length: int, monkeypat
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def failures(case: Case, order: str, tile: int, dtype: torch.dtype, terms: str) -> tuple[str, ...]:
-    expected = gate(replace(case.problem(dtype, needs_grad=True), **TERMS[terms]))
-    return expected.check(expected.run(Tiled(order, tile, triton_tiles))).failures
-
-
 GRID = Neighborhood((9, 11), (5, 3), (2, 1), (False, True))
 BRANCHES = Dilated((16, 32), (2, 2))
 SMALL = (
@@ -144,7 +139,6 @@ SMALL = (
 
 @pytest.mark.full
 @interpreted
-@pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.parametrize(
     ("case", "order", "stored"),
     [*((*each, True) for each in SMALL[1::2]), *((*each, False) for each in SMALL[::3])],
@@ -154,7 +148,9 @@ def test_blocks_smaller_than_tiles(case: Case, order: str, stored: bool, monkeyp
     """Blocks of 16 rows and 16 columns in tiles of 32, forward and backward, lse included."""
     monkeypatch.setattr(support, "INTERPRETED_BLOCK", BlockConfig(16, 16, 4, 1))
     monkeypatch.setattr(tables, "MASK_BYTES", tables.MASK_BYTES if stored else 0)
-    assert failures(case, order, 32, *((torch.float32, "softcap") if stored else (torch.float16, "bias"))) == ()
+    dtype, terms = (torch.float32, "softcap") if stored else (torch.float16, "bias")
+    problem = replace(case.problem(dtype, needs_grad=True), **TERMS[terms])
+    assert failures(Tiled(order, 32, triton_tiles), problem) == ()
 
 
 def test_invalid_arguments_of_run() -> None:

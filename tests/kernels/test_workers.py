@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 from attn_dispatch.kernels.tiles.threads import PIECES_PER_THREAD, WorkQueue, run_in_threads
+from tests.support import processes
 
 pytestmark = pytest.mark.usefixtures("three_threads")
 
@@ -119,8 +118,7 @@ print(later, sorted(numbers) == list(range(50)))
 
 def test_a_process_ends_where_not_all_threads_could_be_started() -> None:
     """Those that were started do not wait for the others; the next call starts all of them anew."""
-    command = [sys.executable, "-c", WITHOUT_THREADS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = processes.run(WITHOUT_THREADS)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["can't start new thread [] 4", "[4] True"]
 

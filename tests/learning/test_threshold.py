@@ -16,7 +16,6 @@ from attn_dispatch.learning.thresholds import Threshold, allowed_orders, thresho
 from attn_dispatch.store.decision import Decision
 from tests.support.crossovers import HILBERT, LENGTHS, NATURAL, crossing, grid, measured, planted
 
-NEVER_SEEDS = 200
 FAMILY = {"kind": "Neighborhood", "window": [13, 13]}
 
 

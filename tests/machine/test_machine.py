@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from attn_dispatch.machine import devices, hardware, memory
 from tests.support.calls import threads
+from tests.support.definition import texts
 from tests.support.fakes import (
     GIB,
     GTX1080,
@@ -251,7 +252,7 @@ def test_gpu_advice(capability: tuple[int, int], dtype: str) -> None:
     assert f"sm_{capability[0]}{capability[1]}" in advice.reason
 
 
-@given(model=st.text(max_size=80), total=st.integers(1, 1 << 42), mig=st.booleans())
+@given(model=texts(80), total=st.integers(1, 1 << 42), mig=st.booleans())
 def test_silicon_is_a_short_slug(model: str, total: int, mig: bool) -> None:
     sets = ("amx_bf16", "amx_fp16", "avx2", "avx512", "avx512_bf16", "avx512_fp16")
     cpu = hardware.silicon_of(replace(CPU, model=model, instruction_sets=sets, cores=128, threads=128))

@@ -210,7 +210,7 @@ def test_refused(ranks: Ranks, case: str, text: str) -> None:
 
 
 def in_context_parallel(pattern: Pattern, balanced: bool) -> tuple[bool, str]:
-    """A job: whether a call inside torch's context_parallel is over its ranks; the error of a compiled one."""
+    """A job: whether a call in torch's context_parallel is over its ranks; the error of a compiled one."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = mesh_of(4)
@@ -227,10 +227,10 @@ def in_context_parallel(pattern: Pattern, balanced: bool) -> tuple[bool, str]:
     error = ""
     with context_parallel(mesh, buffers=[q, k, v, exact], buffer_seq_dims=[1] * 4):
         right = agree([attend(q, k, v, pattern)], [exact]) and q.shape[1] == 12
-        try:
-            torch.compile(attend, backend="eager", fullgraph=True)(q, k, v, pattern)
-        except (NoBackend, BackendFailed) as raised:
-            error = str(raised)
+        if mesh.get_rank() == 0:  # to compile takes a second
+            with pytest.raises((NoBackend, BackendFailed)) as raised:
+                torch.compile(attend, backend="eager", fullgraph=True)(q, k, v, pattern)
+            error = str(raised.value)
     after = attend(q, k, v, pattern)
     return right and agree([after], [exact]), error
 
@@ -239,9 +239,9 @@ def in_context_parallel(pattern: Pattern, balanced: bool) -> tuple[bool, str]:
     ("pattern", "balanced"), [pytest.param(PATTERNS[0], True, marks=pytest.mark.full), (PATTERNS[1], False)], ids=str
 )
 def test_context_parallel(ranks: Ranks, pattern: Pattern, balanced: bool) -> None:
-    for right, error in ranks.everywhere(in_context_parallel, pattern, balanced):
-        assert right
-        assert "inside torch's context_parallel attend() cannot be part of a graph" in error
+    right, errors = zip(*ranks.everywhere(in_context_parallel, pattern, balanced))
+    assert all(right)
+    assert "inside torch's context_parallel attend() cannot be part of a graph" in errors[0]
 
 
 def explained(where: str) -> str:

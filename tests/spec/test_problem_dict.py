@@ -20,6 +20,7 @@ from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Wi
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.spec.tensors import DTYPES
 from tests.support import processes
+from tests.support.definition import texts
 from tests.support.fakes import SILICON
 
 SHAPE = (2, 12, 4, 8)
@@ -152,8 +153,8 @@ def test_invalid_dicts(changes: dict[str, Any]) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | texts(8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts(8), inner, max_size=3),
     max_leaves=6,
 )
 

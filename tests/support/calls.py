@@ -20,7 +20,7 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.native import library
 from attn_dispatch.spec.pattern import Pattern
 from attn_dispatch.spec.problem import Problem
-from attn_dispatch.tuning import gate
+from attn_dispatch.tuning import gate, invariance
 from tests.support.flaws import Planted
 
 BUILT_IN = list(registry.names())
@@ -80,9 +80,7 @@ def setting(get: Callable[[], Any], put: Callable[[Any], object], value: Any) ->
         put(before)
 
 
-def threads(count: int) -> AbstractContextManager[None]:
-    """PyTorch computes in so many threads."""
-    return setting(torch.get_num_threads, torch.set_num_threads, count)
+threads = invariance._threads  #: PyTorch computes in so many
 
 
 def precision(value: str) -> AbstractContextManager[None]:

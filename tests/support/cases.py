@@ -11,10 +11,11 @@ import torch
 from attn_dispatch.backends import manual
 from attn_dispatch.kernels.contract import Backend
 from attn_dispatch.kernels.formula import largest
+from attn_dispatch.spec.orders import NATURAL
 from attn_dispatch.spec.pattern import Neighborhood, Pattern, Window
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import Case
-from attn_dispatch.tuning.example import make
+from attn_dispatch.tuning.example import Example, make
 from attn_dispatch.tuning.oracle import Oracle
 
 
@@ -22,6 +23,12 @@ from attn_dispatch.tuning.oracle import Oracle
 def gate(problem: Problem) -> Oracle:
     """Expected results, worked out once for all backends."""
     return Oracle.of(make(problem))
+
+
+def failures(backend: Backend, given: Problem | Example, order: str = NATURAL) -> tuple[str, ...]:
+    """What is wrong with a backend's results: of a problem's tensors, worked out once, or of these."""
+    expected = gate(given) if isinstance(given, Problem) else Oracle.of(given)
+    return expected.check(expected.run(backend, order)).failures
 
 
 def dropped_otherwise(backend: Backend, problem: Problem) -> list[str]:

@@ -8,9 +8,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
+from attn_dispatch.spec.problem import Problem
+from attn_dispatch.testing.cases import Case
 from attn_dispatch.testing.drawn import LONGEST, random_pattern
 
 KINDS: dict[str, Callable[..., Pattern]] = {
@@ -19,6 +22,11 @@ KINDS: dict[str, Callable[..., Pattern]] = {
     "Dilated": Dilated,
     "Neighborhood": Neighborhood,
 }
+
+
+def texts(longest: int) -> st.SearchStrategy[str]:
+    """Of any characters: without a codec, whose tables take seconds to make."""
+    return st.text(st.characters(exclude_categories=["Cs"]), max_size=longest)
 
 
 @dataclass(frozen=True)
@@ -240,3 +248,14 @@ def lengths() -> st.SearchStrategy[int]:
 def patterns(q_len: int, k_len: int) -> st.SearchStrategy[Pattern]:
     """As `random_problems` draws them; hypothesis finds the smallest that fails."""
     return st.randoms(use_true_random=False).map(lambda rng: random_pattern(rng, q_len, k_len))
+
+
+@st.composite
+def problems(draw: st.DrawFn, *left: type[Pattern]) -> Problem:
+    """With gradients, grouped heads and any two lengths; of all kinds of patterns but those that are left out."""
+    q_len = draw(lengths())
+    k_len = draw(st.just(q_len) | lengths())
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    pattern = draw(patterns(q_len, k_len).filter(lambda pattern: not isinstance(pattern, left)))
+    case = Case("drawn", pattern, (1, q_len, kv_heads * group, 8), k_len=k_len, kv_heads=kv_heads)
+    return case.problem(torch.float32, needs_grad=True)

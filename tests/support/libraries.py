@@ -44,8 +44,8 @@ def scores(q: Tensor, k: Tensor, scale: float | None, bias: Tensor) -> Tensor:
 
 
 def drawn(p: float, q: Tensor) -> Any:
-    """Dropout factors of any number of keys up to 4096, which stand for how a library drew them."""
-    kept = torch.rand(q.shape[0], q.shape[2], q.shape[1], 4096) >= p if p else torch.ones(1, dtype=torch.bool)
+    """Dropout factors of any number of keys up to 400, which stand for how a library drew them."""
+    kept = torch.rand(q.shape[0], q.shape[2], q.shape[1], 400) >= p if p else torch.ones(1, dtype=torch.bool)
     return kept.double() / (1 - p)
 
 
@@ -153,7 +153,7 @@ def of_documents(q: Tensor, starts: Tensor, same_of_keys: Tensor, *longest: int)
 def flash_attn_2(
     monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], imported: str = "flash_attn_gpu"
 ) -> None:
-    """flash-attn 2.7 to 2.8: `flash_attn_2_cuda`, under the name by which `flash_attn_interface` imports it."""
+    """flash-attn 2.7.0 to 2.8.3 (csrc/flash_attn/flash_api.cpp), by the name by which the package imports it."""
 
     def fwd(
         q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,

@@ -93,6 +93,15 @@ def thinned(names: str | tuple[str, ...], rows: Iterable[Any], step: int, ids: A
     return pytest.mark.parametrize(names, every, ids=ids)
 
 
+def by_turns(
+    names: tuple[str, ...], rows: Iterable[Any], values: Sequence[Any], ids: Any = None
+) -> pytest.MarkDecorator:
+    """Parametrize a test by each row with each value; every run takes one of each row, by turns."""
+    each = [row if isinstance(row, tuple) else (row,) for row in rows]
+    every = [(*row, values[(n + turn) % len(values)]) for n, row in enumerate(each) for turn in range(len(values))]
+    return thinned(names, every, len(values), ids)
+
+
 def chosen(found: Iterable[Any]) -> list[tuple[Any, ...]]:
     """The rows of these parameters that every run takes."""
     return [each.values for each in found if not each.marks]

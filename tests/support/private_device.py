@@ -48,8 +48,7 @@ def register(path: str) -> ctypes.CDLL:
     known.ops.load_library(path)
     known.utils.rename_privateuse1_backend(NAME)
     module: Any = ModuleType(NAME)
-    module.is_available, module.device_count, module.current_device = bool, int, int
-    module.is_available, module.device_count = lambda: True, lambda: 1
+    module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, int
     module._is_in_bad_fork, module.manual_seed_all = bool, lambda seed: None
     module.get_device_name = lambda device=None: "Made up (R) 1"
     known._register_device_module(NAME, module)

@@ -10,31 +10,6 @@ from typing import Any
 
 import torch
 
-# flash-attn 2.7.0 to 2.8.3: mha_fwd, .. of Dao-AILab/flash-attention, csrc/flash_attn/flash_api.cpp.
-FLASH_2 = """
-def fwd(
-    q, k, v, out_, alibi_slopes_, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap,
-    return_softmax, gen_, /,
-): ...
-
-def bwd(
-    dout, q, k, v, out, softmax_lse, dq_, dk_, dv_, alibi_slopes_, p_dropout, softmax_scale, is_causal,
-    window_size_left, window_size_right, softcap, deterministic, gen_, rng_state, /,
-): ...
-
-def varlen_fwd(
-    q, k, v, out_, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k_, block_table_, alibi_slopes_, max_seqlen_q,
-    max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal, window_size_left, window_size_right, softcap,
-    return_softmax, gen_, /,
-): ...
-
-def varlen_bwd(
-    dout, q, k, v, out, softmax_lse, dq_, dk_, dv_, cu_seqlens_q, cu_seqlens_k, alibi_slopes_, max_seqlen_q,
-    max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal, window_size_left, window_size_right, softcap,
-    deterministic, gen_, rng_state, /,
-): ...
-"""
-
 
 def of_source(text: str, name: str) -> Signature:
     """The signature of a module's function by its source; defaults are only known to exist.

@@ -131,9 +131,25 @@ HEADS = {
 }
 
 
+#: Ways to generate tokens, by arguments of `generate`.
+GENERATING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static"},
+}
+
+
 def assert_close(found: Tensor, expected: Tensor) -> None:
     """To 2e-6, of the largest number where that is over 1."""
     assert float((found - expected).abs().max()) <= 2e-6 * max(1.0, float(expected.abs().max()))
+
+
+def assert_same_tokens(found: Any, expected: Any) -> None:
+    """What `generate` returned: tokens and logits."""
+    assert torch.equal(found.sequences, expected.sequences)
+    for mine, exact in zip(found.logits, expected.logits, strict=True):
+        assert_close(mine, exact)
 
 
 class Case(NamedTuple):

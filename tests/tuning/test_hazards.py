@@ -26,7 +26,7 @@ from attn_dispatch.tuning.oracle import Oracle
 from tests.kernels.test_hidden import with_hidden
 from tests.support.flaws import FILLED, FLAWS, Planted, all_but_the_last, changed, scored
 from tests.support.interpreted import INTERPRETED
-from tests.support.pairwise import crossed, thinned
+from tests.support.pairwise import by_turns, crossed, thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -155,12 +155,7 @@ def test_what_the_backend_raises_is_passed_on() -> None:
 TERMS: list[dict[str, Any]] = [{"bias": (1, 1)}, {"bias": (2, 4), "bias_needs_grad": True}, {"alibi_axes": 1}]
 
 
-@thinned(
-    ("more", "dtype"),
-    [(TERMS[(n + turn) % 3], dtype) for n, dtype in enumerate(DTYPES) for turn in range(3)],
-    3,
-    ids=str,
-)
+@by_turns(("dtype", "more"), DTYPES, TERMS, str)
 def test_hugely_negative_rows(more: dict[str, Any], dtype: torch.dtype) -> None:
     """As where masks are the dtype's least number. The maximum of a row may not be looked for from some number on."""
 
@@ -185,7 +180,7 @@ def small_error(name: str, tensor: Tensor, eps: float) -> Tensor:
     return torch.where(tensor.abs() == tensor.abs().max(), tensor * (1 + least), tensor)
 
 
-@thinned("dtype", DTYPES, 3)
+@thinned("dtype", DTYPES, 4)
 def test_small_errors_are_found(dtype: torch.dtype) -> None:
     """In most cases: tolerances grow with scores and rounding errors, but stay below what would be wrong."""
     seen: dict[str, list[bool]] = {}

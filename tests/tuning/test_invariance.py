@@ -19,11 +19,11 @@ from attn_dispatch.kernels.contract import adapted
 from attn_dispatch.spec.problem import Problem
 from attn_dispatch.testing.cases import CASES, Case
 from attn_dispatch.tuning import invariance
-from attn_dispatch.tuning.example import make
 from attn_dispatch.tuning.gate import case_of
 from attn_dispatch.tuning.hard_cases import class_key
 from attn_dispatch.tuning.invariance import difference, family_of
-from attn_dispatch.tuning.oracle import Oracle
+from tests.support.cases import failures
+from tests.support.pairwise import by_turns, thinned
 from tests.support.processes import printed
 from tools.checks.invariance import count
 
@@ -54,12 +54,12 @@ def test_native_gives_a_row_the_same_bits(dtype: torch.dtype, head_dim: int) -> 
 KINDS = ({"heads": 4}, {"softcap": 3.0}, {"alibi_axes": 1}, {"bias": (1, 2)}, {"needs_grad": True})
 
 
-@pytest.mark.parametrize("changes", KINDS, ids=str)
-def test_of_all_kinds(changes: dict[str, Any]) -> None:
-    for dtype in DTYPES:
-        assert difference(registry.load("native"), family(dtype, 64, **changes)) == ""
+@by_turns(("changes", "dtype"), KINDS, DTYPES, str)
+def test_of_all_kinds(changes: dict[str, Any], dtype: torch.dtype) -> None:
+    assert difference(registry.load("native"), family(dtype, 64, **changes)) == ""
 
 
+@pytest.mark.usefixtures("no_trials")  # nor hard cases, which ask for no equal bits
 def test_of_random_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "difference", lambda *_: "")  # this finds what that might miss
     pairs = 20_000 if request.config.option.rest or request.config.option.all else 90
@@ -199,16 +199,12 @@ def test_what_is_not_checked_is_refused_by_name() -> None:
             attend(q, k, v, mesh=object())
 
 
-SOME = [*CASES[::15], *(pytest.param(case, marks=pytest.mark.full) for n, case in enumerate(CASES) if n % 15)]
-
-
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.id)
+@thinned("case", CASES, 15, lambda case: case.id)
 def test_results_are_right(case: Case) -> None:
     for dtype in DTYPES:
         problem, backend = case.problem(dtype, needs_grad=True), registry.load("native")
         problem = replace(problem, batch_invariant=True)
         if not backend.refusals(problem):
-            oracle = Oracle.of(make(problem))
-            assert oracle.check(oracle.run(backend)).failures == ()
+            assert failures(backend, problem) == ()
             for hard in map(case_of, class_key(problem)):
                 assert hard.refused_by(backend) or hard.check(hard.run(backend)).failures == ()

@@ -25,7 +25,7 @@ from attn_dispatch.store.quarantine import FIRST_HOLD, Entry, Quarantine
 from attn_dispatch.tuning import candidates, choice, example, gate, guard, oracle, race, tuner
 from attn_dispatch.tuning.candidates import Request, static_choice
 from tests.support import planted, processes
-from tests.support.calls import close, forget, formula, qkv, status
+from tests.support.calls import BUILT_IN, close, forget, formula, qkv, status
 from tests.support.fakes import raising
 from tests.support.pairwise import crossed, thinned
 from tests.support.planted import Planted, right
@@ -148,7 +148,9 @@ class Clock:
 
 @pytest.fixture
 def clock(short_trials: None, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
+    """Where few backends are to be tried: those that are planted, and the last resort."""
+    found, backends = Clock(), registry.backends
+    monkeypatch.setattr(registry, "backends", lambda: [x for x in backends() if x.name not in BUILT_IN[:-1]])
     monkeypatch.setattr(quarantine, "clock", lambda: found.now)
     monkeypatch.setattr(candidates, "utc_now", lambda: found.now.isoformat())
     return found

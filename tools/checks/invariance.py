@@ -21,10 +21,10 @@ from torch.nn.functional import pad
 
 from attn_dispatch import Dense, Dilated, Window, attend, batch_invariant
 from attn_dispatch.spec.pattern import Pattern
+from attn_dispatch.tuning.invariance import THREADS, _threads
 
 TAKES = "15 minutes"
 HEAD_DIMS = (32, 40, 64, 80, 96, 128, 33)
-THREADS = (1, 2, 3)
 LONG = 0.04  #: share of rows with more keys than a backend adds at once
 Result = tuple[Tensor, Tensor]
 
@@ -99,13 +99,13 @@ class Row:
         self, qkv: list[Tensor], first: int = 0, part: tuple[int, int] | None = None, **arguments: Any
     ) -> Result:
         """The call, where the row begins `first` tokens after others, or of some queries with all keys before."""
-        torch.set_num_threads(self.draw.choice(THREADS))
         if self.bias is not None:
             after = 0 if part else qkv[0].shape[1] - first - self.tokens
             some = self.bias[:, :, slice(*part), : part[1]] if part else self.bias
             arguments["bias"] = pad(some, (first, after, first, after)).to(self.dtype)
         q, k, v = qkv
-        out, lse = attend(q, k, v, self.pattern, **self.more, **arguments)
+        with _threads(self.draw.choice(THREADS)):
+            out, lse = attend(q, k, v, self.pattern, **self.more, **arguments)
         return out, lse
 
     def pairs(self) -> Iterator[Pair]:
@@ -152,19 +152,16 @@ class Row:
 
 def count(pairs: int, backend: str | None, first_seed: int = 0) -> tuple[Counter[str], list[str]]:
     """How many pairs of each kind were compared, and a line for each that differs."""
-    found, wrong, seed, before = Counter[str](), list[str](), first_seed, torch.get_num_threads()
-    try:
-        with batch_invariant():
-            while found.total() < pairs:
-                row = Row(seed, backend)
-                for pair in row.pairs():
-                    found[pair.what] += 1
-                    if bits := pair.differing():
-                        what = f"{row.pattern} {row.dtype} [{row.tokens}, {row.heads}, {row.head_dim}]"
-                        wrong.append(f"seed {seed}, {pair.what}: {bits} bits of {what} {sorted(row.more)}")
-                seed += 1
-    finally:
-        torch.set_num_threads(before)
+    found, wrong, seed = Counter[str](), list[str](), first_seed
+    with batch_invariant():
+        while found.total() < pairs:
+            row = Row(seed, backend)
+            for pair in row.pairs():
+                found[pair.what] += 1
+                if bits := pair.differing():
+                    what = f"{row.pattern} {row.dtype} [{row.tokens}, {row.heads}, {row.head_dim}]"
+                    wrong.append(f"seed {seed}, {pair.what}: {bits} bits of {what} {sorted(row.more)}")
+            seed += 1
     return found, wrong
 
 
