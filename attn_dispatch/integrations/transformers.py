@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from attn_dispatch.compat.sdpa import mask_arguments
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.integrations import unmasked
+from attn_dispatch.integrations import packed_rows, unmasked
 from attn_dispatch.integrations.attention_interface import (
     EAGER,
     gives,
@@ -38,7 +38,6 @@ from attn_dispatch.integrations.attention_interface import (
 from attn_dispatch.integrations.libraries import library
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 from attn_dispatch.integrations.mask_runs import evaluated
-from attn_dispatch.log import say_once
 from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 
@@ -75,7 +74,6 @@ class Keys(BlockMask):
         stop: keys from here on are not written yet; None: all are.
         documents: ids [batch, len], or None.
         refusal: why no layer can use it: some models make masks that none of their layers uses.
-        is_checked: whether positions were compared with it.
         dense: makes it whole, bool [batch, 1, q_len, k_len], as sdpa gets it: some models compute with their mask.
         config: of the layers that it is for.
     """
@@ -86,7 +84,6 @@ class Keys(BlockMask):
     stop: int | None = None
     documents: Tensor | None = None
     refusal: str | None = None
-    is_checked: bool = False
     dense: Callable[[], Tensor] | None = None
     config: Any = None
 
@@ -196,6 +193,8 @@ def mask(
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
     size, config = (batch_size, 1, q_length, kv_length), given.get("config")
     spread = getattr(config, NAME, None)
+    if mask_function is not masking_utils.bidirectional_mask_function or not _crosses(config):
+        mask_function = _apart(mask_function, packed_rows.documents(size, key_mask, config))
     of_it = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function}
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
     dense = partial(masking_utils.sdpa_mask, batch_size, **given | of_it | whole)
@@ -213,6 +212,21 @@ def mask(
     if keys.key_mask is not None and not is_tracing(keys.key_mask) and bool(keys.key_mask.all()):
         keys.key_mask = None  # one look at data for each forward pass, as sdpa's masks take; none while tracing
     return keys
+
+
+def _crosses(config: Any) -> bool:
+    """Whether a mask may be for the keys of another sequence."""
+    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
+
+
+def _apart(mask_function: Any, documents: Tensor | None) -> Any:
+    """A mask function that keeps documents apart, where they are not yet."""
+    try:
+        if documents is None or read(mask_function).documents is not None:
+            return mask_function
+    except Unreadable:
+        pass
+    return masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(documents))
 
 
 def _keys(
@@ -247,7 +261,7 @@ def _evaluated(dense: Any, size: Size, key_mask: Tensor | None, q_offset: Any, k
     function = dense.keywords["mask_function"]
     found = evaluated(function, queries + q_offset, keys + kv_offset, size[0], seen)
     if isinstance(found, Ranges):
-        return Keys(found, size, key_mask, is_checked=True)
+        return Keys(found, size, key_mask)
     return Keys(_pattern(found, key_mask, None), size, key_mask)
 
 
@@ -276,14 +290,17 @@ def _translated(
         return Keys(_pattern(facts, key_mask, spread), size, key_mask, stop, facts.documents)
     if q_len == 1:
         return None
-    if not facts.is_causal or facts.documents is not None or kv_offset:
+    if not facts.is_causal or facts.within or kv_offset:
         raise Unreadable("chunks that are not plainly causal, from the first key on")
-    chunk, left = facts.chunk[0], torch.as_tensor(facts.chunk[1]).reshape(-1, 1)
-    if not bool(left.any()):
+    chunk, left, rows = facts.chunk[0], torch.as_tensor(facts.chunk[1]).reshape(-1, 1), facts.documents
+    if rows is None and not bool(left.any()):
         return Keys(Dilated((chunk,), (1,), is_causal=True), size, key_mask, stop)
     if q_len != (k_len if stop is None else stop):
         raise Unreadable("chunks that start by row, of queries that are not the first")
-    numbers = (torch.arange(q_len, device=left.device) - left).div(chunk, rounding_mode="floor")  # chunks start by row
+    at = torch.arange(q_len, device=left.device if rows is None else rows.device)
+    if rows is not None:  # they start with each document
+        left = torch.maximum(left, torch.searchsorted(rows, rows))
+    numbers = (at - left).div(chunk, rounding_mode="floor") + (0 if rows is None else rows * q_len)
     return Keys(Dense(True), size, key_mask, stop, numbers.expand(size[0], -1))
 
 
@@ -351,8 +368,7 @@ def attention(
         key, value = key[:, :, :stop], value[:, :, :stop]
         more["bias"] = None if position_bias is None else position_bias[..., :stop]
         more |= {"key_mask": attention_mask.key_mask, "documents": attention_mask.documents}
-        if not unmasked.is_checked_over_ranks(given.get("position_ids"), query.shape[2]):
-            _warn_of_packed_rows(attention_mask, given)
+        unmasked.is_checked_over_ranks(given.get("position_ids"), query.shape[2])
     elif attention_mask is None:  # the layer leaves it to is_causal, as for PyTorch's attention
         both_ways = not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         causal, window = not both_ways and query.shape[2] > 1, given.get("sliding_window")
@@ -378,6 +394,9 @@ def attention(
             raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {got}")
         try:
             pattern, more = Dense(), more | mask_arguments(attention_mask, key.shape[:1], query, key)
+            if not _crosses(config):
+                size = len(query), 1, query.shape[2], key.shape[2]
+                more["documents"] = packed_rows.documents(size, None, config)
         except InvalidInput as error:
             raise InvalidInput(str(error).replace("attn_mask", "attention_mask")) from None
         if position_bias is not None and more["bias"] is not position_bias:
@@ -403,22 +422,6 @@ def _documents(given: dict[str, Any]) -> dict[str, Tensor]:
     return {"cu_seqlens": starts}
 
 
-def _warn_of_packed_rows(keys: Keys, given: dict[str, Any]) -> None:
-    """transformers keeps packed rows apart where there is neither a mask nor a cache."""
-    positions = given.get("position_ids")
-    told = keys.documents is not None or any(given.get(name) is not None for name in DOCUMENTS)
-    if keys.is_checked or told or torch.compiler.is_compiling() or not isinstance(positions, Tensor):
-        return
-    keys.is_checked = True  # one look at data for each mask, not for each layer
-    q_len, k_len = keys.shape[2:]
-    if q_len != k_len or keys.key_mask is not None or positions.ndim != 2 or positions.shape[1] != q_len:
-        return
-    if bool((positions.diff(dim=-1) != 1).any()):
-        say_once(
-            "position_ids restart inside a row, but its sequences see each other: "
-            "pass use_cache=False and no attention_mask, or cu_seq_lens_q and cu_seq_lens_k"
-        )
-
-
 refuse_models_without_it(NAME)
+packed_rows.note_positions()
 register()
