@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_dispatch.integrations.libraries import library
 from attn_dispatch.log import say_once
 
 RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}  #: layer types of configs
@@ -20,12 +19,8 @@ RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}  #
 _positions: ContextVar[Any] = ContextVar("position_ids", default=None)  #: of the model that runs
 
 
-def note_positions() -> None:
-    """Let models of transformers keep the `position_ids` of a call while it runs."""
-    library("transformers", "5.4").PreTrainedModel.__call__ = _noted
-
-
-def _noted(self: Any, *args: Any, **given: Any) -> Any:
+def noted(self: Any, *args: Any, **given: Any) -> Any:
+    """The call of a model of transformers, whose `position_ids` are kept while it runs."""
     run: Any = torch.nn.Module.__call__
     if torch.compiler.is_compiling():
         return run(self, *args, **given)

@@ -28,13 +28,7 @@ from attn_dispatch.compat.sdpa import mask_arguments
 from attn_dispatch.dispatch import attend
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import packed_rows, unmasked
-from attn_dispatch.integrations.attention_interface import (
-    EAGER,
-    gives,
-    has_eager_alone,
-    others,
-    refuse_models_without_it,
-)
+from attn_dispatch.integrations.attention_interface import EAGER, gives, has_eager_alone, others, refuse_models
 from attn_dispatch.integrations.libraries import library
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 from attn_dispatch.integrations.mask_runs import evaluated
@@ -61,6 +55,11 @@ WITHOUT_EFFECT = OF_MODELS | OF_LAYERS | IN_MASKS
 REFUSED = {"output_attentions", "cache"}
 #: Keywords that tell of documents in packed rows.
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+def _of_whole(name: str) -> Any:
+    """An operator of Keys: that of the tensor."""
+    return lambda self, *others: getattr(self.whole(), name)(*others)
 
 
 @dataclass(eq=False, repr=False)
@@ -99,13 +98,11 @@ class Keys(BlockMask):
         kind = device if isinstance(device, torch.dtype) else dtype
         if kind is not None:
             return self.whole().to(dtype=kind, device=None if isinstance(device, torch.dtype) else device)
-        given = self.key_mask, self.documents
-        masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in given)
-        found = replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
-        if isinstance(self.pattern, Ranges):
-            found.pattern = Ranges(*self.pattern.data.to(device, non_blocking=non_blocking))
-        found.dense = lambda: self.whole().to(device, non_blocking=non_blocking)
-        return found
+        moved = partial(Tensor.to, device=device, non_blocking=non_blocking)
+        given = {"key_mask": self.key_mask, "documents": self.documents}
+        masks: dict[str, Any] = {name: moved(x) for name, x in given.items() if x is not None}
+        pattern = Ranges(*moved(self.pattern.data)) if isinstance(self.pattern, Ranges) else self.pattern
+        return replace(self, pattern=pattern, dense=lambda: moved(self.whole()), **masks)
 
     def __getitem__(self, index: Any) -> Any:
         """The mask of the last queries, `[:, :, -n:, :]`, of all for 0: Gemma 4 drops the others while it generates."""
@@ -138,19 +135,10 @@ class Keys(BlockMask):
 
         return function(*whole(args), **{name: whole(x) for name, x in (kwargs or {}).items()})
 
-    def __invert__(self) -> Tensor:
-        return ~self.whole()
-
-    def __and__(self, other: Any) -> Any:
-        return self.whole() & other
-
-    def __or__(self, other: Any) -> Any:
-        return self.whole() | other
-
-    def __eq__(self, other: object) -> Any:
-        return self.whole() == other
-
-    __rand__, __ror__, __hash__ = __and__, __or__, object.__hash__
+    __invert__, __and__, __rand__, __or__, __ror__, __eq__ = map(
+        _of_whole, ("__invert__", "__and__", "__rand__", "__or__", "__ror__", "__eq__")
+    )
+    __hash__ = object.__hash__
 
     def _refuse(self, *_: Any) -> NoReturn:
         what = "the model adds its mask to scores, or multiplies by it, which attn_dispatch does not make for that"
@@ -234,18 +222,15 @@ def _keys(
 ) -> Keys:
     """A mask by its facts, or else by what its function returns for the queries and keys. Raises Unreadable."""
     try:
-        keys = _translated(read(mask_function), size, key_mask, q_offset, kv_offset, spread)
+        if (keys := _translated(read(mask_function), size, key_mask, q_offset, kv_offset, spread)) is not None:
+            return keys
     except Unreadable:
         if spread:
             raise
-        keys = None
-    if keys is not None:
-        return keys
     if size[2] == 1:
         seen: Tensor = dense(q_length=1, q_offset=q_offset)[:, 0, 0]
         return Keys(Dense(), size, seen if key_mask is None else key_mask & seen)
-    found: Keys = _evaluated(dense, size, key_mask, q_offset, kv_offset)  # pyright: ignore[reportCallIssue]
-    return found
+    return _evaluated(dense, size, key_mask, q_offset, kv_offset)  # type: ignore  # its decorator is untyped
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -260,9 +245,7 @@ def _evaluated(dense: Any, size: Size, key_mask: Tensor | None, q_offset: Any, k
 
     function = dense.keywords["mask_function"]
     found = evaluated(function, queries + q_offset, keys + kv_offset, size[0], seen)
-    if isinstance(found, Ranges):
-        return Keys(found, size, key_mask)
-    return Keys(_pattern(found, key_mask, None), size, key_mask)
+    return Keys(found if isinstance(found, Ranges) else _pattern(found, key_mask, None), size, key_mask)
 
 
 def _translated(
@@ -292,15 +275,16 @@ def _translated(
         return None
     if not facts.is_causal or facts.within or kv_offset:
         raise Unreadable("chunks that are not plainly causal, from the first key on")
-    chunk, left, rows = facts.chunk[0], torch.as_tensor(facts.chunk[1]).reshape(-1, 1), facts.documents
+    (chunk, left), rows = facts.chunk, facts.documents
+    left = torch.as_tensor(left, device=None if rows is None else rows.device).reshape(-1, 1)
     if rows is None and not bool(left.any()):
         return Keys(Dilated((chunk,), (1,), is_causal=True), size, key_mask, stop)
     if q_len != (k_len if stop is None else stop):
         raise Unreadable("chunks that start by row, of queries that are not the first")
-    at = torch.arange(q_len, device=left.device if rows is None else rows.device)
-    if rows is not None:  # they start with each document
+    if rows is not None:  # chunks start with each document
         left = torch.maximum(left, torch.searchsorted(rows, rows))
-    numbers = (at - left).div(chunk, rounding_mode="floor") + (0 if rows is None else rows * q_len)
+    numbers = (torch.arange(q_len, device=left.device) - left).div(chunk, rounding_mode="floor")
+    numbers = numbers if rows is None else numbers + rows * q_len
     return Keys(Dense(True), size, key_mask, stop, numbers.expand(size[0], -1))
 
 
@@ -384,7 +368,9 @@ def attention(
         more |= {"alignment": "upper_left"} if causal and query.shape[2] != key.shape[2] else {}
         if causal and query.shape[2] == key.shape[2]:
             pattern = unmasked.pattern_of(module, pattern, getattr(config, NAME, None))
-            more["documents"] = unmasked.documents_of(given.get("position_ids"), query.shape[2])
+            positions, length = given.get("position_ids"), query.shape[2]
+            if not unmasked.is_checked_over_ranks(positions, length) and unmasked.is_of_rows(positions, length):
+                more["documents"] = masking_utils.find_packed_sequence_indices(positions)
     elif "BlockMask" in vars(sys.modules[type(module).__module__]):
         what = f"{type(module).__name__} makes a mask of its own, and leaves out attn_dispatch's block masks"
         raise InvalidInput(f"{what}: use attn_implementation={others(config)}")
@@ -422,6 +408,6 @@ def _documents(given: dict[str, Any]) -> dict[str, Tensor]:
     return {"cu_seqlens": starts}
 
 
-refuse_models_without_it(NAME)
-packed_rows.note_positions()
+refuse_models(NAME)
+transformers.PreTrainedModel.__call__ = packed_rows.noted
 register()
