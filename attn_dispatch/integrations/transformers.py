@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -98,9 +99,8 @@ class Keys(BlockMask):
         kind = device if isinstance(device, torch.dtype) else dtype
         if kind is not None:
             return self.whole().to(dtype=kind, device=None if isinstance(device, torch.dtype) else device)
-        moved = partial(Tensor.to, device=device, non_blocking=non_blocking)
-        given = {"key_mask": self.key_mask, "documents": self.documents}
-        masks: dict[str, Any] = {name: moved(x) for name, x in given.items() if x is not None}
+        moved = methodcaller("to", device, non_blocking=non_blocking)
+        masks = {name: moved(x) for name in ("key_mask", "documents") if (x := getattr(self, name)) is not None}
         pattern = Ranges(*moved(self.pattern.data)) if isinstance(self.pattern, Ranges) else self.pattern
         return replace(self, pattern=pattern, dense=lambda: moved(self.whole()), **masks)
 

@@ -127,7 +127,7 @@ def test_packed_rows_with_padding(asked: list[str], warnings: Callable[[], list[
 
 
 def test_packed_rows_of_chunks(asked: list[str]) -> None:
-    """As transformers has them: intervals of keys; older versions count chunks from the first token, not in documents."""
+    """As transformers has them: intervals of keys. Older versions count chunks from the first token."""
     positions = torch.cat([torch.arange(8), torch.arange(12)]).expand(2, -1)
     inputs = {"input_ids": tokens(), "position_ids": positions, "use_cache": False}
     Case(decoder("llama4"), inputs, lambda found: found.logits, None).assert_equal()
