@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
+from traceback import walk_stack
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ class Part(NamedTuple):
         return bool(self.own) and not self.asking
 
 
-def refuse_models_without_it(name: str) -> None:
+def refuse_models(name: str) -> None:
     """Let models that ignore the implementation `name` raise where it is set, and where they are made with it."""
     model = transformers.PreTrainedModel
     model.set_attn_implementation = _checked_setter(model.set_attn_implementation, name)
@@ -113,13 +114,8 @@ def _checked_end(end: Callable[..., None], name: str) -> Callable[..., None]:
 
 def _is_part_of_another(model: Any) -> bool:
     """Whether a method of another model makes it."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, transformers.PreTrainedModel) and caller is not model:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    callers = (frame.f_locals.get("self") for frame, _ in walk_stack(sys._getframe()))
+    return any(isinstance(x, transformers.PreTrainedModel) and x is not model for x in callers)
 
 
 def _configs_of(config: Any, request: Request) -> Iterator[tuple[Any, Request]]:
@@ -133,9 +129,8 @@ def _configs_of(config: Any, request: Request) -> Iterator[tuple[Any, Request]]:
 def _named_parts(model: Any, named: list[Any]) -> list[Part]:
     """Those of `named` configs; a copy that no config holds (those of T5's stacks) follows the model's own."""
     known = [config for config, _ in _configs_of(model.config, None)]
-    among = [each for each in parts_of(model) if _is_in(each.config, named)]
-    copies = [each for each in parts_of(model) if not _is_in(each.config, known)]
-    return [*among, *(each for each in copies if _is_in(model.config, named) and each not in among)]
+    copied = _is_in(model.config, named)
+    return [x for x in parts_of(model) if _is_in(x.config, named) or (copied and not _is_in(x.config, known))]
 
 
 def _is_in(config: Any, configs: list[Any]) -> bool:
@@ -181,16 +176,13 @@ def _has_softmax(layer: type) -> bool:
 @cache
 def _names(layer: type) -> dict[str, Any]:
     """All names in the code of a layer's methods and of functions of their file, with what they mean there."""
-    functions, found, seen = list(_methods(layer)), dict[str, Any](), set[FunctionType]()
-    while functions:
-        function: Any = inspect.unwrap(functions.pop())
-        if not isinstance(function, FunctionType) or function in seen:
-            continue
-        seen.add(function)
+    functions: list[Any] = [inspect.unwrap(method) for method in _methods(layer)]
+    found = dict[str, Any]()
+    for function in functions:
         for name in _of_code(function.__code__):
             value = found[name] = function.__globals__.get(name, found.get(name))
             if isinstance(value, FunctionType) and value.__module__ == function.__module__:
-                functions.append(value)
+                functions += {inspect.unwrap(value)}.difference(functions)
     return found
 
 

@@ -152,16 +152,14 @@ def _of_flux(setting: _Setting, processor: Any, tokens: int, text: int | None, m
     return GridMask(setting.pattern, text, mask)
 
 
-Described = Callable[[_Setting, Any, int, int | None, Any], GridMask]
-
 #: Processors with their module, and what their tokens are, by their number and that of the text, where it is given.
-PROCESSORS: dict[str, tuple[str, Described]] = {
+PROCESSORS: dict[str, tuple[str, Callable[..., GridMask]]] = {
     "WanAttnProcessor": ("transformer_wan", _of_wan),
     "FluxAttnProcessor": ("transformer_flux", _of_flux),
 }
 
 
-def _told(original: Any, described: Described) -> Any:
+def _told(original: Any, described: Callable[..., GridMask]) -> Any:
     """A processor's __call__ that hands on a GridMask inside neighborhood()."""
 
     @wraps(original)

@@ -45,22 +45,6 @@ class Facts(NamedTuple):
         bounds = max(lows, default=None), min(highs, default=None)
         return Facts(*bounds, documents, self.chunk or other.chunk, self.within or other.within)
 
-    def either(self, other: Facts) -> Facts:
-        """The whole of two ranges of distances that meet. Raises Unreadable."""
-        if any(x.documents is not None or x.chunk for x in (self, other)) or self.within != other.within:
-            raise Unreadable("one of two conditions, of which one is on documents or chunks")
-        for one, another in ((self, other), (other, self)):
-            if one.low is not None and one.high is not None and one.low > one.high:
-                return another
-            if one.low is not None and another.high is not None and one.low > another.high + 1:
-                raise Unreadable("distances with a gap")
-        low = None if self.low is None or other.low is None else min(self.low, other.low)
-        high = None if self.high is None or other.high is None else max(self.high, other.high)
-        return Facts(low, high, within=self.within)
-
-
-NOTHING = Facts(low=1, high=0)  #: no distance
-
 
 def read(mask_function: Any) -> Facts:
     """The facts of a mask function.
@@ -92,13 +76,6 @@ class _All:
             raise Unreadable("a condition of another kind")
         return _All(self.facts.joined(other.facts))
 
-    def __or__(self, other: Any) -> _All:
-        if isinstance(other, Tensor) and other.ndim == 0 and other.dtype == torch.bool:
-            return _All(Facts()) if bool(other) else self
-        if not isinstance(other, _All):
-            raise Unreadable("a condition of another kind")
-        return _All(self.facts.either(other.facts))
-
     def to(self, *args: Any, **more: Any) -> _All:
         return self
 
@@ -117,23 +94,17 @@ class _Place:
     def new_ones(self, *args: Any, **more: Any) -> _All:
         return _All(Facts())
 
-    def new_zeros(self, *args: Any, **more: Any) -> _All:
-        return _All(NOTHING)
-
     def __add__(self, n: Any) -> _Place:
-        return self._moved(n)
+        if not isinstance(n, int):
+            raise Unreadable("positions moved by data")
+        return _Place(self.of, self.by + n, self.left, self.ids)
 
     def __sub__(self, n: Any) -> Any:
         if isinstance(n, _Place):
             return Distance(self, n)
         if isinstance(n, Tensor) and self.left is None:
             return _Place(self.of, self.by, n, self.ids)
-        return self._moved(-n)
-
-    def _moved(self, n: Any) -> _Place:
-        if not isinstance(n, int):
-            raise Unreadable("positions moved by data")
-        return _Place(self.of, self.by + n, self.left, self.ids)
+        return self + -n
 
     def __floordiv__(self, n: Any) -> _Chunk:
         return _Chunk(self, n)
@@ -190,16 +161,13 @@ class _Chunk:
         if not isinstance(other, _Chunk) or not isinstance(self.size, int) or self.size != other.size:
             raise Unreadable("chunks of two sizes")
         mine, more = self.place, other.place
-        if mine.of == more.of or mine.by != more.by or not _same(mine.left, more.left) or mine.ids is not more.ids:
+        lefts = (x if isinstance(x, Tensor) else torch.tensor(0) for x in (mine.left, more.left))
+        if mine.of == more.of or mine.by != more.by or not torch.equal(*lefts) or mine.ids is not more.ids:
             raise Unreadable("chunks of two kinds")
         left = -mine.by if mine.left is None else mine.left - mine.by
         return _All(Facts(chunk=(self.size, left), within=mine.ids is not None))
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def _same(left: Any, other: Any) -> bool:
-    return left is other or (isinstance(left, Tensor) and isinstance(other, Tensor) and torch.equal(left, other))
 
 
 class Distance:

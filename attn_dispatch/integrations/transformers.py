@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -27,18 +28,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from attn_dispatch.compat.names import attend_as, renamed
 from attn_dispatch.compat.sdpa import mask_arguments
 from attn_dispatch.errors import InvalidInput
-from attn_dispatch.integrations import unmasked
-from attn_dispatch.integrations.attention_interface import (
-    EAGER,
-    gives,
-    has_eager_alone,
-    others,
-    refuse_models_without_it,
-)
+from attn_dispatch.integrations import packed_rows, unmasked
+from attn_dispatch.integrations.attention_interface import EAGER, gives, has_eager_alone, others, refuse_models
 from attn_dispatch.integrations.libraries import library
 from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
 from attn_dispatch.integrations.mask_runs import evaluated
-from attn_dispatch.log import say_once
 from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
 
@@ -64,6 +58,11 @@ REFUSED = {"output_attentions", "cache"}
 DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
+def _of_whole(name: str) -> Any:
+    """An operator of Keys: that of the tensor."""
+    return lambda self, *others: getattr(self.whole(), name)(*others)
+
+
 @dataclass(eq=False, repr=False)
 class Keys(BlockMask):
     """What a mask means, as it reaches the layers. A BlockMask, for transformers hands on tensors and those alone.
@@ -75,7 +74,6 @@ class Keys(BlockMask):
         stop: keys from here on are not written yet; None: all are.
         documents: ids [batch, len], or None.
         refusal: why no layer can use it: some models make masks that none of their layers uses.
-        is_checked: whether positions were compared with it.
         dense: makes it whole, bool [batch, 1, q_len, k_len], as sdpa gets it: some models compute with their mask.
         config: of the layers that it is for.
     """
@@ -86,7 +84,6 @@ class Keys(BlockMask):
     stop: int | None = None
     documents: Tensor | None = None
     refusal: str | None = None
-    is_checked: bool = False
     dense: Callable[[], Tensor] | None = None
     config: Any = None
 
@@ -102,13 +99,10 @@ class Keys(BlockMask):
         kind = device if isinstance(device, torch.dtype) else dtype
         if kind is not None:
             return self.whole().to(dtype=kind, device=None if isinstance(device, torch.dtype) else device)
-        given = self.key_mask, self.documents
-        masks = (x if x is None else x.to(device, non_blocking=non_blocking) for x in given)
-        found = replace(self, **dict(zip(("key_mask", "documents"), masks)))  # type: ignore[arg-type]
-        if isinstance(self.pattern, Ranges):
-            found.pattern = Ranges(*self.pattern.data.to(device, non_blocking=non_blocking))
-        found.dense = lambda: self.whole().to(device, non_blocking=non_blocking)
-        return found
+        moved = methodcaller("to", device, non_blocking=non_blocking)
+        masks = {name: moved(x) for name in ("key_mask", "documents") if (x := getattr(self, name)) is not None}
+        pattern = Ranges(*moved(self.pattern.data)) if isinstance(self.pattern, Ranges) else self.pattern
+        return replace(self, pattern=pattern, dense=lambda: moved(self.whole()), **masks)
 
     def __getitem__(self, index: Any) -> Any:
         """The mask of the last queries, `[:, :, -n:, :]`, of all for 0: Gemma 4 drops the others while it generates."""
@@ -141,19 +135,10 @@ class Keys(BlockMask):
 
         return function(*whole(args), **{name: whole(x) for name, x in (kwargs or {}).items()})
 
-    def __invert__(self) -> Tensor:
-        return ~self.whole()
-
-    def __and__(self, other: Any) -> Any:
-        return self.whole() & other
-
-    def __or__(self, other: Any) -> Any:
-        return self.whole() | other
-
-    def __eq__(self, other: object) -> Any:
-        return self.whole() == other
-
-    __rand__, __ror__, __hash__ = __and__, __or__, object.__hash__
+    __invert__, __and__, __rand__, __or__, __ror__, __eq__ = map(
+        _of_whole, ("__invert__", "__and__", "__rand__", "__or__", "__ror__", "__eq__")
+    )
+    __hash__ = object.__hash__
 
     def _refuse(self, *_: Any) -> NoReturn:
         what = "the model adds its mask to scores, or multiplies by it, which attn_dispatch does not make for that"
@@ -196,6 +181,8 @@ def mask(
     key_mask = None if padding is None else padding[:, kv_offset : kv_offset + kv_length]
     size, config = (batch_size, 1, q_length, kv_length), given.get("config")
     spread = getattr(config, NAME, None)
+    if mask_function is not masking_utils.bidirectional_mask_function or not _crosses(config):
+        mask_function = _apart(mask_function, packed_rows.documents(size, key_mask, config))
     of_it = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function}
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
     dense = partial(masking_utils.sdpa_mask, batch_size, **given | of_it | whole)
@@ -215,23 +202,35 @@ def mask(
     return keys
 
 
+def _crosses(config: Any) -> bool:
+    """Whether a mask may be for the keys of another sequence."""
+    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
+
+
+def _apart(mask_function: Any, documents: Tensor | None) -> Any:
+    """A mask function that keeps documents apart, where they are not yet."""
+    try:
+        if documents is None or read(mask_function).documents is not None:
+            return mask_function
+    except Unreadable:
+        pass
+    return masking_utils.and_masks(mask_function, masking_utils.packed_sequence_mask_function(documents))
+
+
 def _keys(
     mask_function: Any, dense: Any, size: Size, key_mask: Tensor | None, q_offset: Any, kv_offset: Any, spread: Any
 ) -> Keys:
     """A mask by its facts, or else by what its function returns for the queries and keys. Raises Unreadable."""
     try:
-        keys = _translated(read(mask_function), size, key_mask, q_offset, kv_offset, spread)
+        if (keys := _translated(read(mask_function), size, key_mask, q_offset, kv_offset, spread)) is not None:
+            return keys
     except Unreadable:
         if spread:
             raise
-        keys = None
-    if keys is not None:
-        return keys
     if size[2] == 1:
         seen: Tensor = dense(q_length=1, q_offset=q_offset)[:, 0, 0]
         return Keys(Dense(), size, seen if key_mask is None else key_mask & seen)
-    found: Keys = _evaluated(dense, size, key_mask, q_offset, kv_offset)  # pyright: ignore[reportCallIssue]
-    return found
+    return _evaluated(dense, size, key_mask, q_offset, kv_offset)  # type: ignore  # its decorator is untyped
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -246,9 +245,7 @@ def _evaluated(dense: Any, size: Size, key_mask: Tensor | None, q_offset: Any, k
 
     function = dense.keywords["mask_function"]
     found = evaluated(function, queries + q_offset, keys + kv_offset, size[0], seen)
-    if isinstance(found, Ranges):
-        return Keys(found, size, key_mask, is_checked=True)
-    return Keys(_pattern(found, key_mask, None), size, key_mask)
+    return Keys(found if isinstance(found, Ranges) else _pattern(found, key_mask, None), size, key_mask)
 
 
 def _translated(
@@ -276,14 +273,18 @@ def _translated(
         return Keys(_pattern(facts, key_mask, spread), size, key_mask, stop, facts.documents)
     if q_len == 1:
         return None
-    if not facts.is_causal or facts.documents is not None or kv_offset:
+    if not facts.is_causal or facts.within or kv_offset:
         raise Unreadable("chunks that are not plainly causal, from the first key on")
-    chunk, left = facts.chunk[0], torch.as_tensor(facts.chunk[1]).reshape(-1, 1)
-    if not bool(left.any()):
+    (chunk, left), rows = facts.chunk, facts.documents
+    left = torch.as_tensor(left, device=None if rows is None else rows.device).reshape(-1, 1)
+    if rows is None and not bool(left.any()):
         return Keys(Dilated((chunk,), (1,), is_causal=True), size, key_mask, stop)
     if q_len != (k_len if stop is None else stop):
         raise Unreadable("chunks that start by row, of queries that are not the first")
-    numbers = (torch.arange(q_len, device=left.device) - left).div(chunk, rounding_mode="floor")  # chunks start by row
+    if rows is not None:  # chunks start with each document
+        left = torch.maximum(left, torch.searchsorted(rows, rows))
+    numbers = (torch.arange(q_len, device=left.device) - left).div(chunk, rounding_mode="floor")
+    numbers = numbers if rows is None else numbers + rows * q_len
     return Keys(Dense(True), size, key_mask, stop, numbers.expand(size[0], -1))
 
 
@@ -358,8 +359,7 @@ def attention(
         key, value = key[:, :, :stop], value[:, :, :stop]
         more["bias"] = None if position_bias is None else position_bias[..., :stop]
         more |= {"key_mask": attention_mask.key_mask, "documents": attention_mask.documents}
-        if not unmasked.is_checked_over_ranks(given.get("position_ids"), query.shape[2]):
-            _warn_of_packed_rows(attention_mask, given)
+        unmasked.is_checked_over_ranks(given.get("position_ids"), query.shape[2])
     elif attention_mask is None:  # the layer leaves it to is_causal, as for PyTorch's attention
         both_ways = not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         causal, window = not both_ways and query.shape[2] > 1, given.get("sliding_window")
@@ -375,7 +375,9 @@ def attention(
         more |= {"alignment": "upper_left"} if causal and query.shape[2] != key.shape[2] else {}
         if causal and query.shape[2] == key.shape[2]:
             pattern = unmasked.pattern_of(module, pattern, getattr(config, NAME, None))
-            more["documents"] = unmasked.documents_of(given.get("position_ids"), query.shape[2])
+            positions, length = given.get("position_ids"), query.shape[2]
+            if not unmasked.is_checked_over_ranks(positions, length) and unmasked.is_of_rows(positions, length):
+                more["documents"] = masking_utils.find_packed_sequence_indices(positions)
     elif "BlockMask" in vars(sys.modules[type(module).__module__]):
         what = f"{type(module).__name__} makes a mask of its own, and leaves out attn_dispatch's block masks"
         raise InvalidInput(f"{what}: use attn_implementation={others(config)}")
@@ -384,6 +386,8 @@ def attention(
             got = list(attention_mask.shape)
             raise InvalidInput(f"attention_mask must have shape [batch, heads or 1, q_len or 1, k_len], got {got}")
         pattern, more = Dense(), more | masks(attention_mask, key.shape[:1], query, key)
+        if not _crosses(config):
+            more["documents"] = packed_rows.documents((len(query), 1, query.shape[2], key.shape[2]), None, config)
         if position_bias is not None and more["bias"] is not position_bias:
             more["bias"] = more["bias"] + position_bias
     if more.get("documents") is None:
@@ -407,22 +411,6 @@ def _documents(given: dict[str, Any]) -> dict[str, Tensor]:
     return {"cu_seqlens": starts}
 
 
-def _warn_of_packed_rows(keys: Keys, given: dict[str, Any]) -> None:
-    """transformers keeps packed rows apart where there is neither a mask nor a cache."""
-    positions = given.get("position_ids")
-    told = keys.documents is not None or any(given.get(name) is not None for name in DOCUMENTS)
-    if keys.is_checked or told or torch.compiler.is_compiling() or not isinstance(positions, Tensor):
-        return
-    keys.is_checked = True  # one look at data for each mask, not for each layer
-    q_len, k_len = keys.shape[2:]
-    if q_len != k_len or keys.key_mask is not None or positions.ndim != 2 or positions.shape[1] != q_len:
-        return
-    if bool((positions.diff(dim=-1) != 1).any()):
-        say_once(
-            "position_ids restart inside a row, but its sequences see each other: "
-            "pass use_cache=False and no attention_mask, or cu_seq_lens_q and cu_seq_lens_k"
-        )
-
-
-refuse_models_without_it(NAME)
+refuse_models(NAME)
+transformers.PreTrainedModel.__call__ = packed_rows.noted
 register()

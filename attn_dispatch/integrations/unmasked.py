@@ -48,20 +48,6 @@ def dilated(spread: Any) -> Dilated:
         raise InvalidInput(f"config.attn_dispatch must be {what}, got {spread!r}") from error
 
 
-def documents_of(positions: Any, length: int) -> Tensor | None:
-    """The documents [batch, length] of packed rows by their positions, which restart or jump; None where they do not.
-
-    Raises:
-        InvalidInput: as `is_checked_over_ranks`.
-    """
-    if is_checked_over_ranks(positions, length) or not _is_of_rows(positions, length):
-        return None
-    jumps = positions.diff(dim=1) != 1
-    if not torch.compiler.is_compiling() and not bool(jumps.any()):
-        return None
-    return torch.nn.functional.pad(jumps.cumsum(1), (1, 0))
-
-
 def is_checked_over_ranks(positions: Any, length: int) -> bool:
     """Whether a call is inside torch's context_parallel; then the positions are those of this rank's tokens.
 
@@ -72,7 +58,7 @@ def is_checked_over_ranks(positions: Any, length: int) -> bool:
     over_ranks = tracing.context_parallel()
     if over_ranks is None:
         return False
-    if _is_of_rows(positions, length):
+    if is_of_rows(positions, length):
         rank, size = over_ranks.mesh.get_local_rank(), over_ranks.mesh.size()
         parts = (rank, 2 * size - 1 - rank) if over_ranks.balanced else (rank,)
         each = length // len(parts)
@@ -89,7 +75,8 @@ def is_wrapped() -> bool:
     return tracing.context_parallel() is not None or getattr(shares, "_SEQUENCE_PARALLEL_GROUP", None) is not None
 
 
-def _is_of_rows(positions: Any, length: int) -> bool:
+def is_of_rows(positions: Any, length: int) -> bool:
+    """Whether positions are those of rows of several tokens."""
     return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == length > 1
 
 

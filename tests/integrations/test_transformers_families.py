@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,30 +13,31 @@ from torch import Tensor
 
 from attn_dispatch.errors import InvalidInput
 from tests.support import tiny_transformers as tiny
-from tests.support.small_transformers import transformers
+from tests.support.small_transformers import LENGTH, tokens, transformers
 
 from attn_dispatch.integrations import transformers as integration  # isort: skip - it imports transformers
 from attn_dispatch.integrations.attention_interface import parts_of  # isort: skip
 
 pytestmark = [pytest.mark.usefixtures("no_trials"), pytest.mark.filterwarnings("ignore")]
 
-TRIED = "5.23.0"  #: the version that the lists are of: what is new in others is skipped where it cannot be made
+TRIED = "5.24.0"  #: the version that the lists are of: what is new in others is skipped where it cannot be made
 #: What every run takes: decoders, an encoder, both, latent attention, mixtures, images, sound, text with images.
 SAMPLE = "llama gemma3_text gpt_oss deepseek_v3 qwen3_moe bert t5 vit swin whisper wav2vec2 clip lasr_encoder qwen2_vl"
 #: By what the message says of them.
 REFUSED = {
     "would ignore attn_implementation": """
-        big_bird blip blip_text_model blip_vision_model bloom canine clap_audio_model clvp_decoder codegen
-        convbert cpmant data2vec-vision deberta deberta-v2 deepseek_ocr2_sam_vision_model donut-swin falcon
-        flaubert flava flava_image_model flava_multimodal_model flava_text_model fsmt funnel gemma4_audio glpn
-        got_ocr2_vision gpt_neo gpt_neox_japanese gptj groupvit groupvit_text_model groupvit_vision_model ibert
+        big_bird blip blip_text_model blip_vision_model bloom canine clap_audio_model clvp_decoder convbert
+        cpmant data2vec-vision deberta deberta-v2 deepseek_ocr2_sam_vision_model donut-swin falcon flaubert
+        flava flava_image_model flava_multimodal_model flava_text_model fsmt funnel gemma4_audio glpn
+        got_ocr2_vision gpt_neo gpt_neox_japanese groupvit groupvit_text_model groupvit_vision_model ibert
         imagegpt led longformer luke megatron-bert mgp-str mobilevit mpnet mpt mra mvp nystromformer openai-gpt
         patchtsmixer prophetnet pvt_v2 rembert roformer rwkv sam_hq_vision_model sam_vision_model slanet
         slanext_vision squeezebert swiftformer swin2sr swinv2 tapas timesformer trocr
         unlimited_ocr_sam_vision_model vilt visual_bert vitdet wavlm xglm xlm xlnet yoso
     """,
     "attn_dispatch has no (indices|sinks)": """
-        axk2 deepseek_v32 glm_moe_dsa hy_v4 inkling2 inkling2_text mistral_large4 mistral_large4_text
+        axk2 deepseek_v32 glm_moe_dsa hy_v4 hy_v4_vl hy_v4_vl_text inkling2 inkling2_loop inkling2_loop_text
+        inkling2_text mistral_large4 mistral_large4_text
     """,
     "the model adds its mask to scores": "bigbird_pegasus",
     "makes a mask of its own": "doge",
@@ -43,6 +46,16 @@ REFUSED = {
 }
 #: Their own eager attention differs from their sdpa, for want of a mask or in rows of padding.
 AS_SDPA = "blt_global_transformer nemotron3_5_asr nemotron_asr_streaming nemotron_asr_streaming_encoder"
+#: Packed rows of these are not as separate ones, and what is said of it; of others nothing need be said.
+MIXED = {
+    "layers run over its documents": """
+        bailing_hybrid bamba glm5_next glm5_next_text granitemoehybrid inkling_text jamba kimi_linear lara_mini lfm3
+        lfm3_vl minicpm_ocr minicpmv4_6 minicpmv4_7 minimax nemo_speechlm nemotron_h nemotron_h_omni olmo_hybrid
+        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma zaya
+    """,
+    "which compute attention themselves": "git",
+    "": "csm_depth_decoder_model fnet",  # it warns that it takes no positions; it has no attention
+}
 #: No tiny config, or no inputs, are found by what is known here.
 NOT_MADE = """
     align align_vision_model audio-spectrogram-transformer audioflamingo3_encoder autoformer bark bit blip-2
@@ -67,9 +80,9 @@ NOT_MADE = """
     markuplm mask2former maskformer maskformer-swin mimi minicpm_ocr_vision minicpmv4_6_vision
     minicpmv4_7_vision ministral mistral4 mllama_vision_model mm-grounding-dino mobilebert mobilevitv2
     molmo2_adapter molmo2_vision moonshine moonshine_streaming moshi_depth muse_glimmer_assistant
-    muse_glimmer_vision muse_spark_audio muse_spark_vision musicgen musicgen_melody neucodec nougat
-    omdet-turbo oneformer owlv2 owlv2_text_model owlvit owlvit_text_model paddleocr_vl_vision pe_audio
-    pe_audio_encoder pe_audio_video pe_audio_video_encoder pe_video pe_video_encoder perceiver perception_lm
+    muse_glimmer_vision muse_spark_audio muse_spark_vision musicgen musicgen_melody neucodec nougat omdet-turbo
+    oneformer owlv2 owlv2_text_model owlvit owlvit_text_model paddleocr_vl_vision pe_audio pe_audio_encoder
+    pe_audio_video pe_audio_video_encoder pe_video pe_video_encoder perceiver perception_lm
     phi4_multimodal_audio pi0 pix2struct pix2struct_text_model pix2struct_vision_model
     pocket_tts_audio_tokenizer pp_chart2table_vision pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4
     pp_formulanet pp_formulanet_vision pp_ocrv5_mobile_rec pp_ocrv5_server_det pp_ocrv5_server_rec
@@ -86,12 +99,13 @@ NOT_MADE = """
     sam_mask_decoder sam_prompt_encoder sapiens2_head seamless_m4t seamless_m4t_v2 seggpt sew sew-d
     shieldgemma2 siglip2 siglip2_vision_model slanext speecht5 speecht5_hifigan step3p5 step3p7 superglue
     t5_gemma_module t5gemma2_decoder t5gemma2_encoder t5gemma2_text table-transformer textnet
-    time_series_transformer timesfm timm_backbone timm_wrapper tipsv2_dpt tvp udop univnet
-    unlimited_ocr_vision unlimited_ocr_vision_encoder upernet uvdoc vibevoice vibevoice_acoustic_tokenizer
-    vibevoice_asr vibevoice_diffusion video_llama_3_vision videomt videoprism vitmatte vitpose
-    vitpose_backbone vits voxtral_realtime voxtral_realtime_text wav2vec2-bert xclip xclip_vision_model xcodec
-    xcodec2 xmod zamba zamba2 zoedepth mimi_decoder mimi_encoder pocket_tts_audio_tokenizer_decoder
-    vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder
+    time_series_transformer timesfm timm_backbone timm_wrapper tipsv2_dpt tvp udop univnet unlimited_ocr_vision
+    unlimited_ocr_vision_encoder upernet uvdoc vibevoice vibevoice_acoustic_tokenizer vibevoice_asr
+    vibevoice_diffusion video_llama_3_vision videomt videoprism vitmatte vitpose vitpose_backbone vits
+    voxtral_realtime voxtral_realtime_text wav2vec2-bert xclip xclip_vision_model xcodec xcodec2 xmod zamba
+    zamba2 zoedepth mimi_decoder mimi_encoder pocket_tts_audio_tokenizer_decoder
+    vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder apertus1p5
+    apertus1p5_vision_tokenizer llama4 wavtokenizer wavtokenizer_encoder
 """
 
 
@@ -190,6 +204,44 @@ def test_equals_its_own_attention(kind: str, asked: list[str]) -> None:
         assert re.search("use attn_implementation=|replacing_sdpa", found)
 
 
+def by_documents(model: Any, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What a model makes of two rows of two documents, and of these one by one."""
+    taken = signature(model.forward).parameters
+    ids, places = tokens(), [[torch.arange(first), torch.arange(LENGTH - first)] for first in (8, 13)]
+
+    def made_of(ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        given = {"attention_mask": mask, "use_cache": False} if mask is not None else {}
+        given = {name: x for name, x in given.items() if name in taken or "kwargs" in taken}
+        found = model(input_ids=ids, position_ids=positions, **given)
+        return next(x for x, _ in tiny.pairs(found, found) if x.ndim > 2 and x.shape[1] == ids.shape[1])
+
+    rows = [zip(x.split([len(at) for at in each]), each) for x, each in zip(ids, places)]
+    alone = [torch.cat([made_of(x[None], at[None]) for x, at in row], 1) for row in rows]
+    return made_of(ids, torch.stack([torch.cat(each) for each in places]), mask), torch.cat(alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", parameters())
+def test_packed_rows_are_as_separate_ones(kind: str, warnings: Callable[[], list[str]]) -> None:
+    """Beside a mask of ones, and beside a cache."""
+    if kind in " ".join([NOT_MADE, *REFUSED.values()]).split():
+        pytest.skip("not made, or refused")
+    try:
+        model_class = tiny.model_class(tiny.config_class(kind))
+        assert {"input_ids", "position_ids"} <= signature(model_class.forward).parameters.keys(), "takes no positions"
+        model = made(kind)[0]
+        by_documents(model, None)
+        model.set_attn_implementation(integration.NAME)
+    except Exception as error:  # noqa: BLE001 - it is not what this model takes
+        pytest.skip(f"not of text alone: {error}")
+    said = next((text for text, names in MIXED.items() if kind in names.split()), None)
+    for mask in (torch.ones(2, LENGTH, dtype=torch.int64), None):
+        found, expected = by_documents(model, mask)
+        is_as_alone = distance(found, expected, None) <= 1e-5
+        assert is_as_alone == (said is None) or transformers.__version__ != TRIED
+        assert is_as_alone or not said or any(said in text for text in warnings())
+
+
 def test_the_lists_name_families() -> None:
-    named = " ".join([SAMPLE, *REFUSED.values(), AS_SDPA, NOT_MADE]).split()
+    named = " ".join([SAMPLE, *REFUSED.values(), *MIXED.values(), AS_SDPA, NOT_MADE]).split()
     assert transformers.__version__ != TRIED or not set(named) - set(tiny.kinds())
