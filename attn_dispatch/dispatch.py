@@ -22,7 +22,7 @@ from attn_dispatch.calls.routes import new_route, route_of_data, routes
 from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.graphs.operators import refuse_tangents
-from attn_dispatch.private import deterministic_or_warning, forward_ad, mode_count, only_warning
+from attn_dispatch.private import deterministic_or_warning, forward_ad, mode_count, only_warning, saving_tensors
 from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.data import DataPattern
@@ -129,7 +129,7 @@ def attend(
                 (softcap is None and bias is None and alibi_slopes is None)
                 or (softcap, _facts(bias), _facts(alibi_slopes)),
                 _grad_enabled(), deterministic_or_warning() and not only_warning(), _threads(), mode_count(),
-                current_flash(), asks_invariance(), forward_ad._current_level,
+                saving_tensors(), current_flash(), asks_invariance(), forward_ad._current_level,
                 functional.scaled_dot_product_attention,  # another function inside torch's context_parallel
             ))  # fmt: skip
             while route is not None and not (

@@ -55,6 +55,18 @@ DispatchMode: Any = of_torch("torch.utils._python_dispatch:TorchDispatchMode", o
 REPLAYS = tuple(
     filter(None, (of_torch(f"torch.utils.checkpoint:_{name}TorchDispatchMode", None) for name in ("Caching", "Cached")))
 )
+_hooks = of_torch("torch._C._autograd:_top_saved_tensors_default_hooks", None)
+
+
+def saving_tensors() -> bool:
+    """Whether saved-tensor hooks are set, as checkpointing does: the forward pass may be computed again."""
+    if _hooks is not None:
+        return _hooks(True) is not None
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("no hook is set here"):  # fails where one is
+            return False
+    except RuntimeError:
+        return True
 
 
 @contextmanager

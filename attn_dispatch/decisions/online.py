@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from attn_dispatch import process_state, settings
+from attn_dispatch import private, process_state, settings
 from attn_dispatch.decisions import decide, look_up, trial_limits
 from attn_dispatch.errors import BackendFailed
 from attn_dispatch.kernels import registry
@@ -119,7 +119,7 @@ class _LiveTrial:
 
     def run_instead(self, run: Run) -> Run:
         """`run`, or the decision's once the trial has ended; notes that a forward pass may be repeated."""
-        if self.problem.needs_grad and not self._pinned and trial_limits.saving_tensors():
+        if self.problem.needs_grad and not self._pinned and private.saving_tensors():
             with self._switching:
                 self._pinned = not self.ended
         return self._new_run or run

@@ -37,15 +37,6 @@ def preserved_rng(problem: Problem) -> AbstractContextManager[None]:
     return torch.random.fork_rng([problem.device] if problem.device.type == "cuda" else [])
 
 
-def saving_tensors() -> bool:
-    """Whether saved-tensor hooks are set, as checkpointing does: the forward pass may be computed again."""
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks("no hook is set here"):  # fails where one is
-            return False
-    except RuntimeError:
-        return True
-
-
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return private.graph_task() >= 0
@@ -58,7 +49,7 @@ def cannot_measure(device: torch.device) -> bool:
 
 def without_saving_hooks() -> AbstractContextManager[object]:
     """Inside, no saved-tensor hook of the caller sees what is saved."""
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if saving_tensors() else nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if private.saving_tensors() else nullcontext()
 
 
 def _forbids_hooks() -> bool:

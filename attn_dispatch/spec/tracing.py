@@ -38,12 +38,18 @@ def graphed(*tensors: object) -> bool:
 
 
 def is_traced(*tensors: object) -> bool:
-    """Whether the call is traced, transformed by torch.func, or intercepted by a dispatch mode."""
-    return graphed(*tensors) or is_transformed() or any(not isinstance(m, private.REPLAYS) for m in modes())
+    """Whether the call is traced, transformed by torch.func, or intercepted by a dispatch mode.
+
+    Not by a mode inside a checkpoint: it may see one of the two forward passes alone, which must save the same.
+    """
+    if graphed(*tensors) or is_transformed():
+        return True
+    return not private.saving_tensors() and any(not isinstance(m, private.REPLAYS) for m in modes())
 
 
 def as_operator(*tensors: object) -> bool:
-    """Whether a call is one operator (operators.py): where it is traced, or a dispatch mode sees it.
+    """Whether a call is one operator (operators.py): where it is traced, or a dispatch mode sees it, as in one of the
+    forward passes of a checkpoint.
 
     It is inside torch.func's grad and vmap, but not where tangents pass through it, nor for tensors of other subclasses
     than a tracer's own, whose operators reach the parts inside.
@@ -54,7 +60,7 @@ def as_operator(*tensors: object) -> bool:
         return transforms() <= {private.GRAD, VMAP}
     if any(_wrapped(x) and not isinstance(x, private.TRACERS) for x in tensors):
         return False
-    return graphed(*tensors) or private.mode_count() > 0
+    return graphed(*tensors) or private.mode_count() > 0 or private.saving_tensors()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from attn_dispatch import attend
 from attn_dispatch.calls import packing
@@ -19,7 +21,7 @@ from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support.calls import drawn, forget
 from tests.support.graphs import OP
-from tests.support.pairwise import thinned
+from tests.support.pairwise import by_turns, thinned
 
 pytestmark = pytest.mark.usefixtures("no_trials")
 
@@ -31,7 +33,12 @@ DOCUMENTS = torch.tensor([[0] * 10 + [1] * 22, [0] * 32])
 SEEN = torch.arange(LENGTH) % 5 != 2
 
 
-def step(attention: Attention, around: Callable[..., Any] = lambda block, x: block(x)) -> tuple[Tensor, ...]:
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def step(
+    attention: Attention, around: Callable[..., Any] = lambda block, x: block(x), backward: Context = nullcontext
+) -> tuple[Tensor, ...]:
     """The result of a layer, and the gradients of its input and weights."""
     torch.manual_seed(0)
     weights = [(0.2 * drawn(HEADS * WIDTH, HEADS * WIDTH, seed=s)).requires_grad_() for s in range(4)]
@@ -42,7 +49,8 @@ def step(attention: Attention, around: Callable[..., Any] = lambda block, x: blo
         return x + attention(q, k, v).flatten(2) @ weights[3]
 
     y: Tensor = around(block, x)
-    return (y, *torch.autograd.grad(y.sin().sum(), (x, *weights)))
+    with backward():
+        return (y, *torch.autograd.grad(y.sin().sum(), (x, *weights)))
 
 
 def saving(*operators: Any) -> Callable[..., Any]:
@@ -154,6 +162,55 @@ def test_whatever_a_call_asks_for(name: str, forwards: list[str]) -> None:
     found = step(CALLS[name], saving(OP))
     assert len(forwards) == once
     assert same(found, expected)
+
+
+def plain(block: Callable[..., Any], x: Tensor) -> Any:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def counted(block: Callable[..., Any], x: Tensor) -> Any:
+    with FlopCounterMode(display=False):
+        return plain(block, x)
+
+
+def inside(block: Callable[..., Any], x: Tensor) -> Any:
+    return saving(OP)(lambda x: plain(block, x), x)
+
+
+def other(block: Callable[..., Any], x: Tensor) -> Any:
+    return plain(lambda x: saving(OP)(block, x), x)
+
+
+MORE: dict[str, Attention] = {
+    "shorter keys": lambda q, k, v: attend(q, k, v, is_causal=True, key_lens=torch.tensor([LENGTH, 7])),
+    "no shorter keys": lambda q, k, v: attend(q, k, v, is_causal=True, key_lens=torch.tensor([LENGTH] * 2)),
+    "bias and mask": lambda q, k, v: attend(
+        q, k, v, bias=q[:1, None, :, 0, :1] * k[:1, None, :, 0, 0].unsqueeze(2), key_mask=SEEN.expand(2, -1)
+    ),
+    **{
+        f"{backend}, scale {scale}": partial(attend, is_causal=True, scale=scale, backend=backend)
+        for backend in ("native", "sdpa", "sdpa_mask", "tiles", "manual")
+        for scale in (-0.3, 0.0)
+    },
+    **{
+        f"{backend}, mask": partial(attend, is_causal=True, backend=backend, key_mask=SEEN.expand(2, -1))
+        for backend in ("native", "sdpa", "sdpa_mask", "tiles", "manual")
+    },
+}
+WHERE: dict[str, tuple[Callable[..., Any], Context]] = {
+    "forward": (counted, nullcontext),
+    "backward": (plain, lambda: FlopCounterMode(display=False)),
+    "both": (counted, lambda: FlopCounterMode(display=False)),
+    "inside": (inside, nullcontext),
+    "around": (other, nullcontext),
+}
+
+
+@by_turns(("name", "where"), CALLS | MORE, tuple(WHERE))
+def test_a_mode_over_one_of_two_forward_passes(name: str, where: str) -> None:
+    """Both save the same tensors in the same order: PyTorch compares their sizes alone."""
+    attention = (CALLS | MORE)[name]
+    assert same(step(attention, *WHERE[where]), step(attention))
 
 
 @pytest.mark.parametrize(
