@@ -126,7 +126,8 @@ asks_invariance: Callable[[], bool] = _asked.get  #: whether this thread, or tas
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """Inside, out and lse of a row have the same bits alone, in a batch, padded, packed, in parts and decoded, in
-    any number of threads; so have gradients, but not of parts, nor where `key_mask` hides padding.
+    any number of threads; so have gradients, but not of parts, nor where `key_mask` hides padding. Compiled and
+    checkpointed calls ask again in the backward pass: it belongs inside, too.
 
     One backend computes all calls that are alike: the first whose bits a check on this machine finds equal.
     Nothing is measured, and other calls' decisions do not change. It holds for the thread or task that enters it;

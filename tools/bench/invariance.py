@@ -14,7 +14,7 @@ import torch
 
 from attn_dispatch import Dense, attend, batch_invariant
 from tools.lib.common import in_turns, parser, ratio, timing, write
-from tools.lib.tables import Table, interval
+from tools.lib.tables import Table
 
 TAKES = "2 minutes"
 HEADS = (32, 8), (8, 8)  #: of q, and of k and v
@@ -40,16 +40,16 @@ def measured(size: tuple[int, int, int], heads: tuple[int, int], head_dim: int, 
 
 
 def tables(found: Any) -> Iterator[Table]:
-    rows = [(row["size"], *(interval(cell["cost"]) for cell in row["cells"])) for row in found["rows"]]
+    rows = [(row["size"], *(f"{cell['cost']['median']:.2f}" for cell in row["cells"])) for row in found["rows"]]
     columns = (f"{dtype}, {head_dim}" for head_dim, dtype in found["columns"])
-    about = "Time of `native` with batch invariance / without, causal, by dtype and head_dim."
+    about = "Time of `native`, causal, with batch invariance / without, by dtype and head_dim; the file has intervals."
     yield Table(("rows x queries of keys, heads", *columns), rows, about)
 
 
 def main() -> None:
     given, rows = parser(__doc__, "invariance.json").parse_args(), list[dict[str, Any]]()
     for (batch, queries, keys), heads in itertools.product(SIZES, HEADS):
-        size = f"{batch} x {queries:,} of {keys:,}, {heads[0]} / {heads[1]}"
+        size = f"{batch}x{queries:,} of {keys:,}, {heads[0]}/{heads[1]}"
         rows.append({"size": size, "cells": [measured((batch, queries, keys), heads, *each) for each in COLUMNS]})
     write(given, {"columns": COLUMNS, "rows": rows}, tables)
 
