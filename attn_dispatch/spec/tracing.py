@@ -48,8 +48,8 @@ def is_traced(*tensors: object) -> bool:
 
 
 def as_operator(*tensors: object) -> bool:
-    """Whether a call is one operator (operators.py): where it is traced, or a dispatch mode sees it, as in one of the
-    forward passes of a checkpoint.
+    """Whether a call is one operator (operators.py): where it is traced, or a dispatch mode sees it, as in one of
+    the forward passes of a checkpoint.
 
     It is inside torch.func's grad and vmap, but not where tangents pass through it, nor for tensors of other subclasses
     than a tracer's own, whose operators reach the parts inside.

@@ -46,7 +46,7 @@ CheckedRun = tuple[dict[str, Tensor], int | None, float]
 
 SLOWEST_RATE = 1e-8  #: seconds per floating-point operation, past which a call counts as hung
 CASE_S = 0.01  #: seconds that a hard case is expected to take
-LONG_LIMIT = 10.0  #: factor on the time limit of a call, for `prepare`, which may compile, and checks by many calls
+LONG_LIMIT = 10.0  #: factor on the time limit of a call, for `prepare` and for checks by many calls
 FIRST_CALL_FACTOR = 10.0  #: factor on the time that a backend declares for a first call, before it counts as hung
 _PASSED_FORMAT = "3"  # to be changed with the hard cases, so that every version must pass the new ones
 LOADING_MS, CPU_LOADING_MS = 2000.0, 5.0  #: milliseconds of a first call that may be one-time work

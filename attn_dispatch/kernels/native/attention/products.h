@@ -106,7 +106,7 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
     const void* lanes;
     float* scores;
     mutable Ahead ahead = {};
-    bool invariant = false; // whether the number of lanes changes no order of sums: `PARTIAL_SUMS` of them, added one by one
+    bool invariant = false; // whether each score is PARTIAL_SUMS sums, whatever the number of lanes
     static constexpr int TALL = TALL_ROWS;
     static constexpr bool ALL_TALL = true; // the last rows too: equal keys get equal scores, added in one order
 
