@@ -19,7 +19,7 @@ from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import gradients, result_known
 from attn_dispatch.kernels.contract import refusals_of
-from attn_dispatch.kernels.dropout import seed_told
+from attn_dispatch.kernels.dropout import given_seed
 from attn_dispatch.kernels.numerics import sum_dtype
 from attn_dispatch.private import with_autograd
 from attn_dispatch.spec import tracing
@@ -42,7 +42,7 @@ def as_eager_call(device_type: str, needs_grad: bool, given: Sequence[Any]) -> I
         stack.enter_context(torch.set_grad_enabled(needs_grad))
         stack.enter_context(tracing.inside_operator())
         stack.enter_context(without_saving_hooks())
-        stack.callback(seed_told.reset, seed_told.set(Encoded(*given).seed))
+        stack.callback(given_seed.reset, given_seed.set(Encoded(*given).seed))
         yield
 
 

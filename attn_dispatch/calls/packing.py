@@ -326,13 +326,13 @@ def as_one(call: Call) -> Call | None:
     if (found := decided(call)) is None or found[3] is None or not drops:
         return None if found is None or found[3] is None else call
     with lock:
-        name, _, order = _kept.setdefault((found[2], call.backend, call.order), found[3].backend).partition("@")
-        drop_oldest(_kept, MAX_CALLS)
+        name, _, order = _pinned.setdefault((found[2], call.backend, call.order), found[3].backend).partition("@")
+        drop_oldest(_pinned, MAX_CALLS)
     return call._replace(backend=name, order=order or NATURAL) if name in BY_SEED else None
 
 
-_kept: dict[Any, str] = {}
-process_state.register(process_state.DECISIONS, _kept.clear)
+_pinned: dict[Any, str] = {}  #: the backend of calls with dropout in checkpoints
+process_state.register(process_state.DECISIONS, _pinned.clear)
 
 
 def check_alone(call: Call) -> None:

@@ -19,8 +19,8 @@ from attn_dispatch.machine.devices import KNOWN
 NUMBERS = 2**16  #: that may be drawn
 DRAWN = 8  #: numbers at once
 ROUNDS = 7
-#: What `drawn_seed` returns where it is not None: out and lse are those of this one.
-seed_told: ContextVar[Tensor | None] = ContextVar("seed_told", default=None)
+#: The seed that an operator was called with: `drawn_seed` returns it, so that both passes drop the same weights.
+given_seed: ContextVar[Tensor | None] = ContextVar("given_seed", default=None)
 BY_SEED = ("native", "triton", "triton_tiles", "manual")  #: backends that drop by `drawn_seed` and nothing else
 FACTORS, WEYL, WORD = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 0xFFFFFFFF  #: of Philox4x32
 
@@ -37,8 +37,8 @@ def gain(p: float) -> float:
 
 def drawn_seed(device: torch.device) -> Tensor:
     """int64 [1] from torch's generator of the device: checkpointing restores its state, CUDA graphs draw anew."""
-    if (told := seed_told.get()) is not None:
-        return told
+    if (seed := given_seed.get()) is not None:
+        return seed
     on = device if device.type in KNOWN else "cpu"  # others may have no generator
     return torch.randint(2**62, (1,), dtype=torch.int64, device=on)
 

@@ -89,7 +89,7 @@ def test_selective_checkpoints_keep_attention(name: str, dropout: float, asked: 
 FIRST = 5  #: tokens of the first of two documents in a row
 POSITIONS = torch.cat([torch.arange(FIRST), torch.arange(LENGTH - FIRST)])[None]
 STARTS = torch.tensor([0, FIRST, LENGTH], dtype=torch.int32)
-TOLD: dict[str, dict[str, Any]] = {
+PACKED: dict[str, dict[str, Any]] = {
     "alone": {"position_ids": POSITIONS, "use_cache": False},
     "beside a cache": {"position_ids": POSITIONS, "use_cache": True},
     "beside a mask": {"position_ids": POSITIONS, "use_cache": False, "attention_mask": torch.ones(1, LENGTH)},
@@ -101,12 +101,12 @@ TOLD: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "how"),
-    [*product(["llama", "mistral", "gpt_oss"], TOLD), ("llama4", "beside a cache"), ("llama4", "beside a mask")],
+    [*product(["llama", "mistral", "gpt_oss"], PACKED), ("llama4", "beside a cache"), ("llama4", "beside a mask")],
 )
 def test_packed_rows(name: str, how: str, asked: list[str]) -> None:
     """GPT-OSS makes no masks of position_ids; Llama 4's chunks begin with each document."""
     model, ids = using(decoder(name), "attn_dispatch"), tokens()[:1]
-    packed = model(ids, **TOLD[how]).logits
+    packed = model(ids, **PACKED[how]).logits
     assert len(asked) == 2
     alone = torch.cat([model(part, use_cache=False).logits for part in (ids[:, :FIRST], ids[:, FIRST:])], 1)
     assert_close(packed, alone)
