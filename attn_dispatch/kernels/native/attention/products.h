@@ -118,23 +118,25 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
         vec sum[M][N] = {};
         const char* row[LISTED ? M : 1];
         UNROLL for (int i = 0; i < (LISTED ? M : 1); i++) row[i] = rows.row<LISTED>(i0 + i);
+        const i64 size = pitch; // a member would be read again after each store
         const float* x = (const float*)lanes + n0 * W;
         Ahead next = ahead;
         if constexpr (LISTED) next.start(i0);
         for (int d = part; d < depth; d += parts) {
             if (!LISTED || d % 2) next.fetch();
             vec lane[N];
-            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * pitch + n * W);
+            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + d * size + n * W);
             UNROLL for (int i = 0; i < M; i++) {
                 vec scalar = Op::spread((LISTED ? row[i] : row[0] + i * rows.stride) + d * 4);
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
             }
         }
         if constexpr (!LISTED) ahead = next;
+        float* to = scores + i0 * size + n0 * W;
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int n = 0; n < N; n++) {
-                float* to = scores + (i0 + i) * pitch + (n0 + n) * W;
-                store(to, part ? load(to) + sum[i][n] : sum[i][n]);
+                if (part) sum[i][n] += load(to + i * size + n * W);
+                store(to + i * size + n * W, sum[i][n]);
             }
     }
     // Up to TALL rows for one vector of lanes; even and odd entries have sums of their own, unless `invariant`. More rows that
@@ -164,10 +166,12 @@ template <class Op, class Ahead = NoFetch, bool LISTED = false> struct Dot {
             UNROLL for (int i = 0; i < M; i += NEAR) row[i / NEAR] += EACH * 4 * parts;
         }
         ahead = next;
-        UNROLL for (int i = 0; i < M; i++) {
+        const i64 width = pitch;
+        float* to = scores + i0 * width + n0 * W;
+        UNROLL for (int i = 0; i < M; i++, to += width) {
             if (EACH > 1) sum[0][i] += sum[EACH - 1][i];
-            float* to = scores + (i0 + i) * pitch + n0 * W;
-            store(to, part ? load(to) + sum[0][i] : sum[0][i]);
+            if (part) sum[0][i] += load(to);
+            store(to, sum[0][i]);
         }
     }
 };
@@ -184,16 +188,17 @@ template <class Op, class Ahead = NoFetch> struct Mix {
 
     template <int M, int N> void tile(int i0, int n0) const {
         vec sum[M][N];
-        float* to = sums + i0 * pitch + n0 * W;
+        const i64 size = pitch;
+        float* to = sums + i0 * size + n0 * W;
         UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * pitch + n * W);
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = load(to + i * size + n * W);
         const float* x = (const float*)lanes + n0 * W;
         Ahead next = ahead;
         for (int t = 0; t < keys; t++) {
             next.fetch();
             const char* row = rows.row<false>(t) + i0 * 4;
             vec lane[N];
-            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + t * pitch + n * W);
+            UNROLL for (int n = 0; n < N; n++) lane[n] = load(x + t * size + n * W);
             UNROLL for (int i = 0; i < M; i++) {
                 vec scalar = Op::spread(row + i * 4);
                 UNROLL for (int n = 0; n < N; n++) sum[i][n] = Op::add(sum[i][n], scalar, lane[n]);
@@ -201,7 +206,7 @@ template <class Op, class Ahead = NoFetch> struct Mix {
         }
         ahead = next;
         UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) store(to + i * pitch + n * W, sum[i][n]);
+            UNROLL for (int n = 0; n < N; n++) store(to + i * size + n * W, sum[i][n]);
     }
     // The same for one vector of lanes.
     template <int M> void tall(int i0, int n0) const {
