@@ -21,7 +21,7 @@ from attn_dispatch.calls.rewrites import REWRITES, explained
 from attn_dispatch.calls.routes import new_route, route_of_data, routes
 from attn_dispatch.decisions.call import NOT_WRAPPED
 from attn_dispatch.decisions.explanation import Explanation
-from attn_dispatch.decisions.graphs.operators import refuse_tangents
+from attn_dispatch.decisions.graphs import operators
 from attn_dispatch.private import deterministic_or_warning, forward_ad, mode_count, only_warning, saving_tensors
 from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec import tracing
@@ -182,7 +182,7 @@ def _rewritten(call: Call, key: Any = None) -> Any:
         found = rewrite(call)
         if found is not None:
             return found.join([_run(each) for each in found.calls])
-    return new_route(call, key).attended(call)
+    return new_route(call, key, graph_runs.Kept if operators.keeps(call) else None).attended(call)
 
 
 def _run(call: Call) -> Any:
@@ -220,7 +220,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, **a
 
 @torch.library.impl("attn_dispatch::attend", "default")
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    refuse_tangents()
+    operators.refuse_tangents()
     *given, needs_grad, return_lse = rest
     with graph_runs.as_eager_call(q.device.type, needs_grad, given):
         call, _ = graph_runs.call_of((q, k, v), given, needs_grad, return_lse)

@@ -1,10 +1,13 @@
-"""What the operators of graphs do around attend() when they run: its settings, its gradients."""
+"""What the operators of graphs do around attend() when they run: its settings, its gradients.
+
+Of calls that only saved-tensor hooks see, a node of autograd does the same, in less time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +16,9 @@ from torch import Tensor
 
 from attn_dispatch import process_state
 from attn_dispatch.calls import packing
-from attn_dispatch.decisions.graphs.encoding import Encoded, decoded
+from attn_dispatch.decisions.call import ResolvedCall
+from attn_dispatch.decisions.graphs import operators
+from attn_dispatch.decisions.graphs.encoding import TENSORS, Encoded, decoded
 from attn_dispatch.decisions.trial_limits import without_saving_hooks
 from attn_dispatch.errors import NoBackend
 from attn_dispatch.kernels import registry
@@ -21,7 +26,7 @@ from attn_dispatch.kernels.autograd import gradients, result_known
 from attn_dispatch.kernels.contract import refusals_of
 from attn_dispatch.kernels.dropout import given_seed
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.private import with_autograd
+from attn_dispatch.private import mode_count, with_autograd
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem
 from attn_dispatch.spec.tensors import without_autocast
@@ -35,15 +40,20 @@ def as_eager_call(device_type: str, needs_grad: bool, given: Sequence[Any]) -> I
     """
     if tracing.context_parallel() is not None:
         raise NoBackend("inside torch's context_parallel attend() cannot be part of a graph: call it between graphs")
-    with ExitStack() as stack:
-        stack.enter_context(with_autograd())
-        for each in {"cpu", "cuda", device_type}:
-            stack.enter_context(without_autocast(each))
-        stack.enter_context(torch.set_grad_enabled(needs_grad))
-        stack.enter_context(tracing.inside_operator())
-        stack.enter_context(without_saving_hooks())
-        stack.callback(given_seed.reset, given_seed.set(Encoded(*given).seed))
-        yield
+    token = given_seed.set(Encoded(*given).seed)
+    try:
+        with (
+            with_autograd(),
+            without_autocast("cpu"),
+            without_autocast("cuda"),
+            without_autocast(device_type),
+            torch.set_grad_enabled(needs_grad),
+            tracing.inside_operator(),
+            without_saving_hooks(),
+        ):
+            yield
+    finally:
+        given_seed.reset(token)
 
 
 def call_of(
@@ -83,7 +93,9 @@ def gradients_of(
     return found_grads if len(inputs) == 4 else (*found_grads, inputs[0].new_empty(0))
 
 
-def with_gradients(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor | None] | None:
+def with_gradients(
+    call: Call, known: tuple[Tensor, Tensor] | None = None, decided: ResolvedCall | None = None
+) -> tuple[Tensor, Tensor | None] | None:
     """out and lse of a call that a backend runs as one; None for others.
 
     Args:
@@ -94,7 +106,8 @@ def with_gradients(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Ten
         from attn_dispatch.ring import over_mesh
 
         return over_mesh.out_and_lse(call, known)
-    if (found := packing.decided(call)) is None:
+    found = packing.decided(call) if decided is None else (call, None, decided.problem, decided)
+    if found is None:
         return None
     call, given, problem, resolved = found
     if resolved is None:
@@ -112,6 +125,46 @@ def with_gradients(call: Call, known: tuple[Tensor, Tensor] | None) -> tuple[Ten
     if lse is None:
         _without_lse.add(problem)
     return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What runs a decided call as one node of autograd: it saves what the operator saves, in the same order.
+
+    Of a checkpoint's two forward passes a dispatch mode may see one, which is the operator then.
+    """
+
+    settings: tuple[Any, ...]  #: of `Encoded`
+    resolved: ResolvedCall
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, **tensors: Tensor) -> Any:
+        return _Node.apply(self, q, k, v, *map(tensors.get, TENSORS))  # type: ignore[no-untyped-call]
+
+    def backward(self, grad: Tensor | None, grad_lse: Tensor | None, *saved: Any) -> tuple[Tensor, ...]:
+        q, k, v, out, lse, *given, return_lse = saved
+        with as_eager_call(q.device.type, True, given):
+            call, inputs = call_of((q, k, v), given, True, return_lse)
+            found: Any = with_gradients(call, (out, lse), self.resolved)
+            return gradients_of(inputs, found, (grad, grad_lse))
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kept: Kept, *tensors: Any) -> tuple[Tensor, Tensor]:
+        qkv, given, return_lse = tensors[:3], (*tensors[3:], *kept.settings), kept.resolved.problem.return_lse
+        with as_eager_call(qkv[0].device.type, True, given):
+            found: Any = with_gradients(call_of(qkv, given, True, return_lse)[0], decided=kept.resolved)
+            out, lse = results(qkv[0], found[0], found[1], True)
+        operators.save(ctx, (*qkv, *given, True, return_lse), (out, lse))
+        ctx.kept = kept
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad, grad_lse = grad_outputs
+        seen = torch.is_grad_enabled() or mode_count()  # by a second derivative, which is refused, or a mode
+        run = operators.backward if seen else ctx.kept.backward
+        return None, *operators.differentiate(ctx, grad, grad_lse, run)[: 3 + len(TENSORS)]
 
 
 _without_lse: set[Problem] = set()  # problems of forward passes that left lse out

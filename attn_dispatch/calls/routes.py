@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from attn_dispatch.calls.tensor_match import Fits, fits
 from attn_dispatch.calls.widths import plain_call
 from attn_dispatch.decisions import decide, unmeasured
 from attn_dispatch.decisions.call import ResolvedCall, made
+from attn_dispatch.decisions.graphs.encoding import encoded
 from attn_dispatch.decisions.trial_limits import cannot_measure
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.private import forward_ad, mode_count
@@ -102,8 +104,12 @@ def route_of_data(call: Call, pattern: DataPattern, key: Any) -> tuple[Call, Any
     return call, key, route
 
 
-def new_route(call: Call, key: Any) -> Route:
-    """Decide for a call that no rewriter changes; its route is kept by `key` where no tracing or graph is at work."""
+def new_route(call: Call, key: Any, node: Callable[..., Any] | None = None) -> Route:
+    """Decide for a call that no rewriter changes; its route is kept by `key` where no tracing or graph is at work.
+
+    Args:
+        node: makes of `Encoded`'s settings and a decided call what runs it as a node of autograd.
+    """
     problem, tensors, q = Problem.of_call(call), call.qkv, call.q
     if q.device.type == "meta":
         raise InvalidInput("q, k and v are on the meta device and hold no data; explain() takes them")
@@ -111,8 +117,12 @@ def new_route(call: Call, key: Any) -> Route:
     graphed = tracing.graphed(*tensors)
     traced = graphed or tracing.is_traced()
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
-    like = None if cast or traced else call
+    like = None if cast or traced or node is not None else call
     decision, run, heads_first = made(problem, call.backend, call.order, traced, like)
+    backend = titled(*decision.chosen)
+    if node is not None:
+        given = encoded(call, problem.bias_needs_grad, None, None)
+        run = node(given.settings, ResolvedCall(run, problem, backend))
     if graphed and (call.backend is not None or call.order is not None):
         unmeasured.check_traceable(problem, decision)
     transposed = call.layout == "bhnd"
@@ -127,7 +137,7 @@ def new_route(call: Call, key: Any) -> Route:
             depth=0 if next_route is None else next_route.depth + 1,
             run=run,
             problem=problem,
-            backend=titled(*decision.chosen),
+            backend=backend,
             direct=transposed == heads_first and not (cast or any(x is not None for x in call.tensors.values())),
             transposed=transposed,
             cast=cast,

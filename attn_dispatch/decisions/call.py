@@ -16,7 +16,7 @@ from attn_dispatch import process_state
 from attn_dispatch.decisions import decide
 from attn_dispatch.decisions.explanation import Explanation
 from attn_dispatch.decisions.trial_limits import cannot_measure
-from attn_dispatch.errors import BackendFailed, InvalidInput, NotDecided
+from attn_dispatch.errors import AttnDispatchError, BackendFailed
 from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.contract import Result, runner, specialized
 from attn_dispatch.private import CheckpointStop, forward_ad
@@ -26,7 +26,7 @@ from attn_dispatch.spec.shapes import measured_for
 from attn_dispatch.store.decision import Decision
 from attn_dispatch.text import titled
 
-NOT_WRAPPED = (InvalidInput, NotDecided, CheckpointStop)  #: exceptions that are not wrapped in BackendFailed
+NOT_WRAPPED = (AttnDispatchError, CheckpointStop)  #: exceptions that are not wrapped in BackendFailed
 MAX_CALLS = 4096  #: entries of the table of problems; past this the oldest is made anew if needed
 
 

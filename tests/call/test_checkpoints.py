@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from attn_dispatch import attend
 from attn_dispatch.calls import packing
 from attn_dispatch.decisions.call import resolve
+from attn_dispatch.decisions.graphs import operators
+from attn_dispatch.errors import BackendFailed
 from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Neighborhood, Pattern, Window
 from tests.support.calls import drawn, forget
@@ -211,6 +214,30 @@ def test_a_mode_over_one_of_two_forward_passes(name: str, where: str) -> None:
     """Both save the same tensors in the same order: PyTorch compares their sizes alone."""
     attention = (CALLS | MORE)[name]
     assert same(step(attention, *WHERE[where]), step(attention))
+
+
+@by_turns(("name", "where"), CALLS | MORE, ("nothing", "flops", "second"))
+def test_hooks_alone(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is one problem is a node of autograd, whose backward pass modes and second derivatives see."""
+    by_operator, counts = Mock(wraps=operators.attend_by_operator), FlopCounterMode(display=False)
+    monkeypatch.setattr(operators, "attend_by_operator", by_operator)
+
+    def hooked(block: Callable[..., Any], x: Tensor) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return block(x)
+
+    attention, expected = (CALLS | MORE)[name], step((CALLS | MORE)[name])
+    if where == "second":
+        q, k, v = (drawn(2, LENGTH, HEADS, WIDTH, seed=seed).requires_grad_() for seed in range(3))
+        (grad,) = torch.autograd.grad(hooked(lambda q: attention(q, k, v), q).sum(), q, create_graph=True)
+        if "manual" not in name:
+            with pytest.raises(BackendFailed, match="second derivatives"):
+                torch.autograd.grad(grad.sum(), q)
+    else:
+        assert same(step(attention, hooked, lambda: counts if where == "flops" else nullcontext()), expected)
+    if where == "flops" and "manual" not in name:
+        assert counts.get_flop_counts()["Global"][torch.ops.attn_dispatch.attend_backward] > 0
+    assert by_operator.called is name.startswith(("dropout", "documents", "data"))
 
 
 @pytest.mark.parametrize(

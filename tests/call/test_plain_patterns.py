@@ -40,8 +40,8 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[Pattern]:
     found: list[Pattern] = []
     new = routes.new_route
 
-    def noted(call: Any, key: Any) -> Any:
-        route = new(call, key)
+    def noted(*args: Any) -> Any:
+        route = new(*args)
         found.append(route.problem.pattern)
         return route
 

@@ -21,9 +21,10 @@ from attn_dispatch.kernels import registry
 from attn_dispatch.kernels.autograd import NO_TANGENTS, refuse_second
 from attn_dispatch.kernels.dropout import drawn_seed
 from attn_dispatch.kernels.numerics import sum_dtype
-from attn_dispatch.private import forward_ad, modes
+from attn_dispatch.private import forward_ad, mode_count, modes, saving_tensors
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.checks import boolean
+from attn_dispatch.spec.data import DataPattern
 from attn_dispatch.spec.problem import Call, Problem, dropout
 from attn_dispatch.spec.shapes import pair_count
 from attn_dispatch.spec.tensors import LAYOUTS, autocast_dtype, check_alibi_slopes, common_dtype
@@ -57,8 +58,8 @@ torch.library.define(
     f"{_ARGUMENTS}, bool return_lse) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     tags=_TAGS,
 )
-_forward_op = torch.ops.attn_dispatch.attend.default
-_backward_op = torch.ops.attn_dispatch.attend_backward.default
+_forward = torch.ops.attn_dispatch.attend.default
+backward = torch.ops.attn_dispatch.attend_backward.default
 
 
 def applies(call: Call) -> bool:
@@ -79,6 +80,18 @@ def applies(call: Call) -> bool:
         return False
     count_flops()
     return True
+
+
+def keeps(call: Call) -> bool:
+    """Whether a call is a node of autograd that saves what the operator would: saved-tensor hooks alone see it.
+
+    It is one problem as it is.
+    """
+    if torch.compiler.is_dynamo_compiling() or mode_count() or not saving_tensors() or not applies(call):
+        return False
+    wanting = [x for x in (*call.qkv, call.bias) if x is not None and x.requires_grad]
+    several = call.packs or dropout(call.dropout_p) or isinstance(call.pattern, DataPattern)
+    return bool(wanting) and torch.is_grad_enabled() and not several and not tracing.is_traced(*call.qkv)
 
 
 def attend_by_operator(call: Call, ranks: str | None = None) -> Any:
@@ -105,7 +118,7 @@ def attend_by_operator(call: Call, ranks: str | None = None) -> Any:
     cast = None if q.dtype == torch.float64 else autocast_dtype(q.device.type)
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
-    run = _Transformed.apply if transformed else _forward_op
+    run = _Transformed.apply if transformed else _forward
     out, lse = run(q, k, v, *given, needs_grad, call.return_lse)
     return call.returned(out, lse)
 
@@ -179,7 +192,7 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     (q, k, v, *rest), (out, lse) = inputs, output
     given = Encoded.first_of(rest)
     ctx.save_for_backward(q, k, v, out, lse, *given.tensors)
@@ -187,19 +200,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, run: Any = backward) -> tuple[Any, ...]:
+    """The gradients of an operator's inputs, by its other operator or by `run`."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     given, nothing = Encoded(*tensors, *ctx.settings), Encoded(*[None] * len(SCHEMA))  # type: ignore[arg-type]
     if not ctx.return_lse:  # nobody has lse: its gradient is None, or zeros in transforms
         grad_lse = None
     if grad is None and grad_lse is None:
         return (None, None, None, *nothing, None, None)
-    run = _TransformedBackward.apply if tracing.is_transformed() else _backward_op
+    run = _TransformedBackward.apply if tracing.is_transformed() else run
     dq, dk, dv, dbias = run(grad, grad_lse, q, k, v, out, lse, *given, ctx.return_lse)
     return (dq, dk, dv, *nothing._replace(bias=dbias if given.bias_needs_grad else None), None, None)
 
 
-torch.library.register_autograd("attn_dispatch::attend", _differentiate, setup_context=_save)
+torch.library.register_autograd("attn_dispatch::attend", differentiate, setup_context=save)
 torch.library.register_autograd("attn_dispatch::attend_backward", lambda ctx, *grads: refuse_second())
 
 
@@ -219,14 +233,12 @@ def _in_transforms(operator: Any, save: Any, differentiate: Any) -> Any:
 
 
 def _save_in_transforms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _save(ctx, inputs, output)
+    save(ctx, inputs, output)
     ctx.set_materialize_grads(True)  # the rule of vmap that torch 2.6 generates takes no gradient of None
 
 
-_Transformed = _in_transforms(_forward_op, _save_in_transforms, _differentiate)
-_TransformedBackward = _in_transforms(
-    _backward_op, lambda ctx, inputs, output: None, lambda ctx, *grads: refuse_second()
-)
+_Transformed = _in_transforms(_forward, _save_in_transforms, differentiate)
+_TransformedBackward = _in_transforms(backward, lambda ctx, inputs, output: None, lambda ctx, *grads: refuse_second())
 
 
 def _batching_rule(operator: Any, first: int) -> Callable[..., Any]:
@@ -264,8 +276,8 @@ def _batching_rule(operator: Any, first: int) -> Callable[..., Any]:
     return rule
 
 
-torch.library.register_vmap("attn_dispatch::attend", _batching_rule(_forward_op, 3))
-torch.library.register_vmap("attn_dispatch::attend_backward", _batching_rule(_backward_op, 7))
+torch.library.register_vmap("attn_dispatch::attend", _batching_rule(_forward, 3))
+torch.library.register_vmap("attn_dispatch::attend_backward", _batching_rule(backward, 7))
 
 
 # --- operations, for torch.utils.flop_counter -----------------------------------------------------------------
