@@ -2,25 +2,31 @@
 
     python -m tools.bench.models [first_minute dropout checkpoints]
 
-Weights are random, float32. `first_minute` runs the same calls in one process each, with an empty folder of decisions.
+Weights are random, float32. `first_minute` runs the same calls in one process each, in turns, with empty folders of
+decisions.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from attn_dispatch.machine.memory import peak_bytes
-from tools.lib.common import alone, in_turns, parser, ratio, timing, write
+from tools.lib.common import in_turns, parser, ratio, timing, write
 from tools.lib.tables import Table, interval, megabytes, ms
 
 TAKES = "6 minutes"
@@ -66,36 +72,53 @@ class Warned(logging.Handler):
         self.found.append(record.getMessage())
 
 
-@torch.no_grad()
-def minute(implementation: str) -> dict[str, Any]:
-    """Seconds of each call, in the order of a user's calls, and what was warned of."""
+@cache
+def user(implementation: str) -> tuple[Any, Warned]:
+    """A model of this process, and what this was warned of."""
     if implementation == OURS:
         import attn_dispatch.integrations.transformers  # noqa: F401
-    model, warned, took = small_decoder(implementation).eval(), Warned(), list[list[float]]()
+    warned = Warned()
     logging.getLogger(OURS).addHandler(warned)
-    for _ in range(ROUNDS):
-        took.append([])
-        for rows, tokens, new, padding in CALLS:
-            ids = torch.randint(2, 49_152, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
-            mask = torch.ones_like(ids)
-            mask[0, :padding] = 0
-            start = time.perf_counter()
-            if new:
-                model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, use_cache=True)
-            else:
-                model(ids, attention_mask=mask)
-            took[-1].append(time.perf_counter() - start)
-    return {"seconds": took, "warned": warned.found}
+    return small_decoder(implementation).eval(), warned
+
+
+@torch.no_grad()
+def call(implementation: str, rows: int, tokens: int, new: int, padding: int) -> tuple[float, list[str]]:
+    """Seconds of one of `CALLS`, and all warnings so far."""
+    model, warned = user(implementation)
+    ids = torch.randint(2, 49_152, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    start = time.perf_counter()
+    if new:
+        model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, use_cache=True)
+    else:
+        model(ids, attention_mask=mask)
+    return time.perf_counter() - start, warned.found
 
 
 def first_minute() -> Iterator[dict[str, Any]]:
     """What calls take beyond those of sdpa, by mode."""
-    usual = [median(each) for each in zip(*alone(minute, "sdpa")["seconds"][1:])]
+    modes = {"tune": OURS, "online": OURS, "sdpa": "sdpa"}
+    seconds: dict[str, list[list[float]]] = {mode: [] for mode in modes}
+    warned = dict[str, list[str]]()
+    with ExitStack() as stack:
+        processes = {mode: stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"))) for mode in modes}
+        for mode, process in processes.items():
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            with patch.dict(os.environ, ATTN_DISPATCH_MODE=mode, ATTN_DISPATCH_CACHE_DIR=folder):  # sdpa reads neither
+                process.submit(os.getpid).result()  # starts it
+        for _ in range(ROUNDS):
+            for took in seconds.values():
+                took.append([])
+            for one in CALLS:
+                for mode, process in processes.items():
+                    took_s, warned[mode] = process.submit(call, modes[mode], *one).result()
+                    seconds[mode][-1].append(took_s)
+    usual = [median(each) for each in zip(*seconds["sdpa"][1:])]
     for mode in ("tune", "online"):
-        with tempfile.TemporaryDirectory() as folder:
-            found = alone(minute, OURS, ATTN_DISPATCH_MODE=mode, ATTN_DISPATCH_CACHE_DIR=folder)
-        extra = [[one - base for one, base in zip(row, usual)] for row in found["seconds"]]
-        yield {"mode": mode, "usual_s": usual, "extra_s": extra, **found}
+        extra = [[one - base for one, base in zip(row, usual)] for row in seconds[mode]]
+        yield {"mode": mode, "usual_s": usual, "extra_s": extra, "seconds": seconds[mode], "warned": warned[mode]}
 
 
 def dropout() -> Iterator[dict[str, Any]]:
@@ -141,7 +164,7 @@ def checkpoints() -> Iterator[dict[str, Any]]:
             OURS, vocab_size=256, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
         ).train()
         if more is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": False, **more})
+            model.activation_checkpointing_enable({"use_reentrant": False, **more})
         steps[name] = partial(_step, model, ids)
         steps[name]()
     found = in_turns(steps, STEPS)
