@@ -219,12 +219,13 @@ def explain(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None = None, **a
 
 
 @torch.library.impl("attn_dispatch::attend", "default")
-def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     operators.refuse_tangents()
     *given, needs_grad, return_lse = rest
     with graph_runs.as_eager_call(q.device.type, needs_grad, given):
         call, _ = graph_runs.call_of((q, k, v), given, needs_grad, return_lse)
-        return graph_runs.results(q, *_computed(call, needs_grad), needs_grad or return_lse)
+        out, lse = graph_runs.results(q, *_computed(call, needs_grad), needs_grad or return_lse)
+        return out, lse, operators.seed_of(q, given)
 
 
 @torch.library.impl("attn_dispatch::attend_backward", "default")

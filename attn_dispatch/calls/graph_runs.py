@@ -155,16 +155,15 @@ class _Node(torch.autograd.Function):
         with as_eager_call(qkv[0].device.type, True, given):
             found: Any = with_gradients(call_of(qkv, given, True, return_lse)[0], decided=kept.resolved)
             out, lse = results(qkv[0], found[0], found[1], True)
-        operators.save(ctx, (*qkv, *given, True, return_lse), (out, lse))
+        operators.save(ctx, (*qkv, *given, True, return_lse), (out, lse, None))
         ctx.kept = kept
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad, grad_lse = grad_outputs
         seen = torch.is_grad_enabled() or mode_count()  # by a second derivative, which is refused, or a mode
         run = operators.backward if seen else ctx.kept.backward
-        return None, *operators.differentiate(ctx, grad, grad_lse, run)[: 3 + len(TENSORS)]
+        return None, *operators.differentiate(ctx, *grad_outputs, run=run)[: 3 + len(TENSORS)]
 
 
 _without_lse: set[Problem] = set()  # problems of forward passes that left lse out

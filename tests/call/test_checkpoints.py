@@ -290,6 +290,16 @@ def test_dropout_keeps_its_choice(monkeypatch: pytest.MonkeyPatch, forwards: lis
     assert not same(step(attention, saving(OP)), expected)
 
 
+@pytest.mark.parametrize("preserve_rng_state", [True, False])
+def test_dropout_keeps_its_seed(preserve_rng_state: bool) -> None:
+    """It is saved with the result, and not drawn again."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, dropout_p=0.3, backend="native")  # type: ignore[no-any-return]
+
+    assert same(step(attention, partial(saving(OP), preserve_rng_state=preserve_rng_state)), step(attention))
+
+
 def test_dropout_by_another_generator(monkeypatch: pytest.MonkeyPatch, forwards: list[str]) -> None:
     """A kernel that takes no seed runs again, and draws the same numbers."""
     monkeypatch.setattr(packing, "BY_SEED", ())

@@ -8,7 +8,7 @@ a text and integers that may be symbolic, so that another length, window or grid
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ if hasattr(torch.Tag, "cudagraph_unsafe"):  # newer: a first call measures, whic
 # `define` and `impl` instead of `custom_op`, whose checks take longer than a small attention.
 torch.library.define(
     "attn_dispatch::attend",
-    f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, bool needs_grad, bool return_lse) -> (Tensor out, Tensor lse)",
+    f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, bool needs_grad, bool return_lse) "
+    "-> (Tensor out, Tensor lse, Tensor seed)",
     tags=_TAGS,
 )
 torch.library.define(
@@ -119,7 +120,7 @@ def attend_by_operator(call: Call, ranks: str | None = None) -> Any:
     if cast is not None:
         q, k, v = q.to(cast), k.to(cast), v.to(cast)
     run = _Transformed.apply if transformed else _forward
-    out, lse = run(q, k, v, *given, needs_grad, call.return_lse)
+    out, lse, _ = run(q, k, v, *given, needs_grad, call.return_lse)
     return call.returned(out, lse)
 
 
@@ -174,12 +175,19 @@ def refuse_tangents() -> None:
 
 
 @torch.library.register_fake("attn_dispatch::attend")  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     refuse_tangents()
     *_, needs_grad, return_lse = rest
     batch, q_len, heads, _ = q.shape
     shape = (batch, heads, q_len) if needs_grad or return_lse else (0,)
-    return q.new_empty((batch, q_len, heads, v.shape[-1])), q.new_empty(shape, dtype=sum_dtype(q.dtype))
+    out, lse = q.new_empty((batch, q_len, heads, v.shape[-1])), q.new_empty(shape, dtype=sum_dtype(q.dtype))
+    return out, lse, seed_of(q, rest)
+
+
+def seed_of(q: Tensor, rest: Sequence[Any]) -> Tensor:
+    """The seed as a result of the operator, which is stored and replayed with the others; without dropout, empty."""
+    seed = Encoded.first_of(rest).seed
+    return q.new_empty(0, dtype=torch.int64) if seed is None else seed.clone()
 
 
 @torch.library.register_fake("attn_dispatch::attend_backward")  # type: ignore[untyped-decorator]
@@ -192,16 +200,18 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    (q, k, v, *rest), (out, lse) = inputs, output
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
+    (q, k, v, *rest), (out, lse, seed) = inputs, output
     given = Encoded.first_of(rest)
+    given = given if given.seed is None else given._replace(seed=seed)  # of replayed results that of their time
     ctx.save_for_backward(q, k, v, out, lse, *given.tensors)
     ctx.settings, (_, ctx.return_lse) = given.settings, rest[len(given) :]
     ctx.set_materialize_grads(False)
 
 
-def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, run: Any = backward) -> tuple[Any, ...]:
-    """The gradients of an operator's inputs, by its other operator or by `run`."""
+def differentiate(ctx: Any, *grads: Tensor | None, run: Any = backward) -> tuple[Any, ...]:
+    """The gradients of an operator's inputs from those of its results, by its other operator or by `run`."""
+    grad, grad_lse = grads[:2]
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     given, nothing = Encoded(*tensors, *ctx.settings), Encoded(*[None] * len(SCHEMA))  # type: ignore[arg-type]
     if not ctx.return_lse:  # nobody has lse: its gradient is None, or zeros in transforms
@@ -232,7 +242,7 @@ def _in_transforms(operator: Any, save: Any, differentiate: Any) -> Any:
     return Function
 
 
-def _save_in_transforms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_in_transforms(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     save(ctx, inputs, output)
     ctx.set_materialize_grads(True)  # the rule of vmap that torch 2.6 generates takes no gradient of None
 
