@@ -22,10 +22,13 @@ from attn_dispatch.kernels.autograd import NO_TANGENTS
 from attn_dispatch.settings import asks_invariance
 from attn_dispatch.spec import tracing
 from attn_dispatch.spec.problem import Call, Problem, dropout
+from attn_dispatch.spec.tensors import check_layout
 
 
 def shorthands(call: Call) -> Rewritten | None:
-    """Lists, arrays and iterators become tuples, which have a hash and can be iterated again."""
+    """Lists, arrays and iterators become tuples, which have a hash. Raises InvalidInput for sparse tensors."""
+    for name in call._fields:
+        check_layout(name, getattr(call, name))
     lengths, rates = call.segment_lengths, call.dilation_rates
     if (lengths is None and rates is None) or is_dynamo_compiling():
         return None

@@ -94,14 +94,18 @@ def check_tensor(name: str, tensor: object, may_be_empty: tuple[int, ...] = ()) 
     """Check a tensor on its own. `may_be_empty`: axes that may be empty."""
     if not isinstance(tensor, Tensor):
         raise InvalidInput(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        got = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
-        raise InvalidInput(f"{name} must be a dense strided tensor, got {got}")
+    check_layout(name, tensor)
     if tensor.ndim != 4:
         axes = "[batch, len, heads, head_dim] (or layout='bhnd')"
         raise InvalidInput(f"{name} must have 4 axes, {axes}, got {list(tensor.shape)}")
     if tensor.numel() == 0 and not all(tensor.shape[axis] for axis in range(4) if axis not in may_be_empty):
         raise InvalidInput(f"{name} must have at least one entry on every axis, got {list(tensor.shape)}")
+
+
+def check_layout(name: str, x: object) -> None:
+    if isinstance(x, Tensor) and (x.is_nested or x.layout != torch.strided):
+        got = "a nested one" if x.is_nested else f"layout {x.layout}"
+        raise InvalidInput(f"{name} must be a dense strided tensor, got {got}")
 
 
 def common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:

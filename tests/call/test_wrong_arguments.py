@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_dispatch import Dilated, Neighborhood, Reordered, Window, attend
+from attn_dispatch.decisions.graphs.encoding import TENSORS
 from attn_dispatch.errors import InvalidInput
 from attn_dispatch.spec.problem import Problem
 
@@ -183,6 +184,15 @@ def test_keys_and_groups() -> None:
 def test_fields_from_a_file_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
         Problem.from_dict({**Problem.of(*tensors()).to_dict(), **wrong})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("name", [*TENSORS[:-2], "sink"])  # but a seed and what patterns hold
+def test_sparse_and_nested_tensors(name: str) -> None:
+    for x in (torch.ones(BATCH, LENGTH).to_sparse(), torch.nested.nested_tensor([torch.ones(3)])):
+        given: Any = {name: x}
+        with pytest.raises(InvalidInput, match=f"{name} must be a dense strided tensor, got"):
+            attend(*tensors(), **given)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
