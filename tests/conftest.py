@@ -36,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
-        # Each process and what it starts computes in one thread: in two each, they wait for one another's cores.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # Each process and what it starts computes in one thread, or in more that sleep: all wait for the same cores.
+        os.environ.update({"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | os.environ)
         return  # the process that starts the others runs no test: it need not load torch
     config.pluginmanager.import_plugin("tests.support.fixtures")
     from hypothesis import settings

@@ -6,6 +6,7 @@ backend refuses the CPU, as it does for users.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import os
@@ -46,9 +47,7 @@ if INTERPRETED:
 
 @pytest.fixture(autouse=True, scope="session")
 def _machine_without_other_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Other tests run beside: what the machine is doing must decide nothing. Nor is anything stored for the user by a
-    fixture of several tests, or by a thread that outlives its test.
-    """
+    """What other programs do decides nothing; fixtures of several tests and late threads store nothing for the user."""
     outside = tmp_path_factory.mktemp("outside")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTN_DISPATCH_CACHE_DIR", str(outside))
@@ -60,6 +59,13 @@ def _machine_without_other_programs(tmp_path_factory: pytest.TempPathFactory) ->
                 patch.setattr(each, "manual_seed_all", lambda seed: None)
         yield
     assert list(outside.rglob("*.json")) == [], "stored outside of tests"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept() -> None:
+    """What earlier files left stays: no collection of garbage that a test asks for looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -135,9 +141,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def little_time(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread: several wait for one another where other processes have the cores, which no median evens out.
-
-    Enough time on a busy machine to measure all candidates of a small problem; a resolved race takes a tenth of it.
+    """One thread: several wait for one another where other processes have the cores, which no median evens out. Time
+    to measure all candidates of a small problem on a busy machine; a resolved race takes a tenth of it.
     """
     monkeypatch.setenv("ATTN_DISPATCH_BUDGET_MS", "3000")
     monkeypatch.setattr(tuner, "WAITING", tuner.WAITING._replace(fixed_s=3.0))

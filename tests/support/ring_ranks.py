@@ -79,7 +79,8 @@ class Ranks:
         found = self.outcomes(job, args)
         for rank, one in enumerate(found):
             if isinstance(one, Exception | Exited):
-                raise AssertionError(f"rank {rank} of {len(found)}: {one!r}") from _error(one)
+                cause = one if isinstance(one, Exception) else None
+                raise AssertionError(f"rank {rank} of {len(found)}: {one!r}") from cause
         return found
 
     def outcomes(
@@ -237,7 +238,3 @@ def _adopt(settings: Mapping[str, str], number: int) -> None:
 
 def _stacks(folder: Path, number: int) -> Path:
     return folder / f"stacks-{number}"
-
-
-def _error(one: Exception | Exited) -> Exception | None:
-    return one if isinstance(one, Exception) else None
