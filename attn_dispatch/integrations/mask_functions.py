@@ -63,6 +63,19 @@ def read(mask_function: Any) -> Facts:
     return found.facts
 
 
+def readable(packing: Any) -> Any:
+    """A maker of mask functions whose last argument, a tensor, torch.compile sees indexed by stand-ins."""
+    return lambda *given: packing(*given[:-1], _Indexed(given[-1]))
+
+
+class _Indexed:
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def __getitem__(self, at: tuple[Any, Any]) -> Any:
+        return _Place(at[1].of, ids=self.ids) if isinstance(at[1], _Place) else self.ids[at]
+
+
 class _All:
     """Conditions that all hold."""
 

@@ -33,13 +33,14 @@ def noted(self: Any, *args: Any, **given: Any) -> Any:
         _positions.reset(token)
 
 
-def documents(size: tuple[int, int, int, int], key_mask: Tensor | None, config: Any) -> Tensor | None:
+def documents(size: Any, key_mask: Tensor | None, config: Any, first: Any = 0) -> Tensor | None:
     """The documents [batch, len] of the rows that a mask is for; None: they are not packed, or it is said why not.
 
     Args:
         size: [batch, 1, q_len, k_len] of the mask.
         key_mask: bool [batch, k_len], False for padding, or None.
         config: of the model that asks for the mask.
+        first: the key at which the first query stands.
     """
     batch, _, q_len, k_len = size
     positions = None if torch.compiler.is_compiling() or q_len == 1 else _positions.get()
@@ -48,8 +49,8 @@ def documents(size: tuple[int, int, int, int], key_mask: Tensor | None, config: 
     of_axes = positions.reshape(-1, *positions.shape[-2:])
     starts = (of_axes[..., 1:] == 0).all(0).expand(batch, -1)
     back = starts | (of_axes.diff(dim=-1) < 0).all(0)
-    if key_mask is not None and q_len == k_len:  # padding starts nothing, nor does the first token after it
-        back = back & key_mask[:, 1:] & (key_mask.cumsum(1) > 1)[:, 1:]
+    if key_mask is not None and first + q_len <= k_len:  # neither padding nor the token after it starts one
+        back = back & (key_mask & (key_mask.cumsum(1) > 1))[:, int(first) + 1 : int(first) + q_len]
     if not bool(back.any()):
         return None
     if kinds := RECURRENT & set(getattr(config, "layer_types", None) or ()):

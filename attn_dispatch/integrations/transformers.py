@@ -31,7 +31,7 @@ from attn_dispatch.errors import InvalidInput
 from attn_dispatch.integrations import packed_rows, unmasked
 from attn_dispatch.integrations.attention_interface import EAGER, gives, has_eager_alone, others, refuse_models
 from attn_dispatch.integrations.libraries import library
-from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read
+from attn_dispatch.integrations.mask_functions import Facts, Unreadable, read, readable
 from attn_dispatch.integrations.mask_runs import evaluated
 from attn_dispatch.spec.data import Ranges
 from attn_dispatch.spec.pattern import Dense, Dilated, Pattern, Window
@@ -182,7 +182,7 @@ def mask(
     size, config = (batch_size, 1, q_length, kv_length), given.get("config")
     spread = getattr(config, NAME, None)
     if mask_function is not masking_utils.bidirectional_mask_function or not _crosses(config):
-        mask_function = _apart(mask_function, packed_rows.documents(size, key_mask, config))
+        mask_function = _apart(mask_function, packed_rows.documents(size, key_mask, config, q_offset - kv_offset))
     of_it = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function}
     whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}  # None would drop the mask
     dense = partial(masking_utils.sdpa_mask, batch_size, **given | of_it | whole)
@@ -411,6 +411,16 @@ def _documents(given: dict[str, Any]) -> dict[str, Tensor]:
     return {"cu_seqlens": starts}
 
 
+def called(self: Any, *args: Any, **given: Any) -> Any:
+    """The call of a model; many keep from their layers that weights are asked for, and would return none."""
+    asked, name = given.get("output_attentions"), "output_attentions"
+    if (getattr(self.config, name, None) if asked is None else asked) and self.config._attn_implementation == NAME:
+        raise InvalidInput(f"attn_dispatch has no {name}: use attn_implementation={EAGER} for this model")
+    return packed_rows.noted(self, *args, **given)
+
+
+for name in {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"} & vars(masking_utils).keys():
+    setattr(masking_utils, name, readable(getattr(masking_utils, name)))
 refuse_models(NAME)
-transformers.PreTrainedModel.__call__ = packed_rows.noted
+transformers.PreTrainedModel.__call__ = called
 register()

@@ -163,7 +163,8 @@ class Trial:
 
     def say_if_long(self) -> None:
         """Say once, where a caller waits, that the trial goes on for seconds."""
-        self.warned = self.warned or (self.waiting and warned_if_long(self.problem, self.clock() - self.start))
+        if self.waiting and not self.warned:
+            self.warned = warned_if_long(self.problem, self.clock() - self.start, self.outside_s)
 
     def pause(self, most_bytes: float) -> int:
         """Give back what other code must not find; bytes of the tensors that stay.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from itertools import product
 from typing import Any
@@ -71,6 +72,16 @@ def test_the_same_tokens(name: str, how: str, asked: list[str]) -> None:
     assert_same_tokens(found, expected)
     layers = {"gemma4": 4}.get(name, 2)
     assert len(asked) == (layers * NEW if name in DECODERS else layers + 2 * layers * NEW)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_prompt_in_chunks(name: str, asked: list[str], warnings: Callable[[], list[str]]) -> None:
+    """The positions of padding start no document, beside a cache either."""
+    model, options = decoder(name), {"prefill_chunk_size": 4}
+    expected = generated(model, "sdpa", **options)
+    assert_same_tokens(generated(model, "attn_dispatch", **options), expected)
+    assert len(asked) == 2 * (NEW + 2)
+    assert not warnings()
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])

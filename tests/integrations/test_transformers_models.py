@@ -113,6 +113,30 @@ def test_packed_rows(name: str, how: str, asked: list[str]) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "how"), [*product(["llama", "mistral"], ["alone", "beside a cache", "beside a mask"])]
+)
+def test_whole_graphs(name: str, how: str, asked: list[str], fresh_compiler: None) -> None:
+    """Documents where transformers sees them in a graph, too; none with the positions it makes itself."""
+    model, ids = using(decoder(name), "attn_dispatch"), tokens()[:1]
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for given in [PACKED[how]] * (how == "alone") + [PACKED[how] | {"position_ids": None}]:
+        assert_close(compiled(ids, **given).logits, model(ids, **given).logits)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_weights_are_refused(name: str, asked: list[str]) -> None:
+    """Whether or not the layers are told that they are asked for."""
+    model = using(decoder(name), "attn_dispatch")
+    for given, by_config in (({"output_attentions": True}, False), ({}, True)):
+        model.config._output_attentions = by_config
+        with pytest.raises(InvalidInput, match="has no output_attentions: use attn_implementation='eager'"):
+            model(tokens(), **given)
+    model(tokens(), output_attentions=False)
+    assert asked
+
+
+@torch.no_grad()
 def test_packed_rows_with_padding(asked: list[str], warnings: Callable[[], list[str]]) -> None:
     """A row of two documents and a row of one, padded on both sides; the positions of padding mean nothing."""
     model, ids, mask = using(decoder("llama"), "attn_dispatch"), tokens(), torch.ones(2, LENGTH, dtype=torch.int64)

@@ -142,6 +142,18 @@ def row(decision: Decision, name: str = "builder") -> Row:
 # --- the budget -------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_compiled_once_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """No budget limits it."""
+    monkeypatch.setattr(rounds, "SAID_AFTER_S", 5.0)
+    monkeypatch.setattr(registry, "backends", lambda: [Once(prepare_s=9.0)])
+    tuner.run_trial(Request.of(PROBLEM), 60.0, waiting=True)
+    assert len(found := warnings()) == 1
+    assert "9 s compiled for this machine" in found[0]
+    assert "BUDGET" not in found[0]
+
+
 def test_not_tried_past_the_budget(alone: Alone) -> None:
     builder = Builder(first_s=15)
     alone(Builder(name="manual", call_s=0.2), builder)
