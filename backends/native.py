@@ -48,8 +48,6 @@ def refusals(problem: Problem) -> list[Refusal]:
         found += refuse_pattern(problem, (Dense, Window, Dilated, Neighborhood))
     if (tokens := tables.dilation_period(problem.pattern)) > PERIOD_LIMIT:
         found.append(Refusal("pattern", f"its dilation rates repeat every {tokens} tokens, over {PERIOD_LIMIT}"))
-    if problem.softcap and len(problem.score_terms) > 1:
-        found.append(Refusal("scores", "caps scores, or adds to them, not both"))
     try:
         library.used_prebuilt()
     except ImportError as error:

@@ -85,9 +85,9 @@ def warned_if_long(what: object, seconds: float, once_s: float = 0.0) -> bool:
     """Whether a trial takes long enough to say what keeps a caller, and how to avoid it; then it is logged."""
     if seconds <= SAID_AFTER_S:
         return False
-    how = "ATTN_DISPATCH_BUDGET_MS limits that, ATTN_DISPATCH_MODE=predict or online avoids it"
-    if once_s > seconds / 2:
-        how = f"{once_s:.0f} s compiled for this machine: attn-dispatch profile does so before"
+    compiled = f"{once_s:.0f} s compiled for this machine: attn-dispatch profile does so before"
+    limited = "ATTN_DISPATCH_BUDGET_MS limits that, ATTN_DISPATCH_MODE=predict or online avoids it"
+    how = compiled if once_s > seconds / 2 else limited
     logger.warning("measuring %s, for %.0f s so far; later calls use the decision. %s", what, seconds, how)
     return True
 

@@ -66,6 +66,26 @@ def test_out_lse_and_gradients(pattern: Pattern, name: str, q_len: int) -> None:
     assert agree(torch.autograd.grad(loss, inputs), torch.autograd.grad(target, inputs), 1e-8)
 
 
+@crossed(pattern=PATTERNS, name=TERMS, dtype=(torch.float32, torch.bfloat16))
+def test_native(pattern: Pattern, name: str, dtype: torch.dtype) -> None:
+    """Its gradients are its own. What a mask hides may hold NaN."""
+    q, k, v = tensors(dtype)
+    given: dict[str, Any] = terms(name, dtype)
+    seen = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 7 != 3
+    wide: dict[str, Any] = {name: x.detach().double() if isinstance(x, Tensor) else x for name, x in given.items()}
+    leaves: Any = [x.detach().double().requires_grad_() for x in inputs_of(given, q, k, v)]
+    wide |= dict(zip(["bias"], leaves[3:]))
+    exact = attend(leaves[0], leaves[1], leaves[2], pattern, key_mask=seen, backend="manual", **wide)
+    with torch.no_grad():
+        for x in (k, v):
+            x[~seen] = math.nan
+    found = attend(q, k, v, pattern, key_mask=seen, backend="native", **given)
+    results = (found, *torch.autograd.grad(found.double().sin().sum(), inputs_of(given, q, k, v)))
+    rtol = 1e-4 if dtype == torch.float32 else 0.02
+    for x, y in zip(results, (exact, *torch.autograd.grad(exact.sin().sum(), leaves)), strict=True):
+        assert (x.double() - y).abs().max() <= rtol * y.abs().max()
+
+
 def test_who_computes_what() -> None:
     found = {name: getattr(registry.load(name), "score_terms", ()) for name in registry.names()}
     every = ("softcap", "bias", "bias's gradient", "alibi_slopes")

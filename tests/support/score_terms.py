@@ -29,6 +29,7 @@ TERMS = {
     "slopes of heads": ((), 1, None),
     "slopes of rows": ((), 2, None),
     "bias and slopes": ((BATCH, HEADS), 1, None),
+    "softcap and bias": ((1, HEADS), 0, 2.0),
     "all": ((1, 1), 2, 5.0),
 }
 Three = tuple[Tensor, Tensor, Tensor]

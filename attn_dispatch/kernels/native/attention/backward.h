@@ -204,7 +204,8 @@ void backward_tile(const Args& a, const Tile& tile, i64 b, i64 h, float* dk, flo
             ds = p * (dp - load(s.delta + n * W));
             if (a.dropped) p = kept(s.drawn[t], n, p * gain);
             if (a.dbias) add_dbias(a, s, block, b, h, t, n, count, ds);
-            if (share != 0.0f) ds *= larger(splat(1.0f) - x * share * (x * share), vec{}); // 0 where x is -inf
+            if (s.caps) ds *= load(s.caps + t * T + n * W);
+            else if (share != 0.0f) ds *= larger(splat(1.0f) - x * share * (x * share), vec{}); // 0 where x is -inf
             ds *= scale;
         };
         products.score(block);
@@ -240,7 +241,7 @@ template <class E, class Products> bool backward(const Args& a) {
     std::atomic<i64> begun{0};
     std::atomic<bool> able{false};
     in_threads(a.threads, [&](std::atomic<i64>& next) {
-        Scratch s((int)a.head_dim, 1);
+        Scratch s((int)a.head_dim, 1, false, a.softcap != 0.0 && (a.slopes || a.bias));
         if (!s.memory) return;
         able = true;
         float* own = nullptr;

@@ -20,15 +20,16 @@ struct Scratch {
     u64 drawn[KEYS]; // with dropout, of each key of a block the lanes that keep its weight
     float* kept = nullptr; // of each head, the softmax over the chunks before: peaks, totals and sums
     float* shared_scores, *shared_other; // of one head
+    float* caps = nullptr; // of each score that terms are added to, how it changes with what was capped
     int width; // of a padded row
     int pitch = T; // lanes from one row of lanes to the next
     int lanes = 0; // that are used
     Amx amx;
 
-    Scratch(int depth, int heads, bool keeps = false) : width((depth + W - 1) / W * W) {
+    Scratch(int depth, int heads, bool keeps = false, bool caps_scores = false) : width((depth + W - 1) / W * W) {
         i64 lanes = (i64)width * T, block = (i64)KEYS * std::max(T, width);
-        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes};
-        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows};
+        i64 sizes[] = {lanes, lanes, lanes, block, block, block, block, lanes, lanes, caps_scores ? (i64)KEYS * T : 0};
+        float** parts[] = {&q, &grad, &sums, &scores, &other, &keys, &values, &q_rows, &grad_rows, &caps};
         i64 all = 0;
         for (i64 size : sizes) all += size;
         memory = (float*)std::aligned_alloc(CACHE_LINE, sizeof(float) * all);
@@ -40,7 +41,7 @@ struct Scratch {
             return;
         }
         float* next = memory;
-        for (int i = 0; i < 9; i++) { *parts[i] = next; next += sizes[i]; }
+        for (int i = 0; i < 9 + caps_scores; i++) { *parts[i] = next; next += sizes[i]; }
         shared_q = q;
         shared_sums = sums;
         shared_scores = scores;

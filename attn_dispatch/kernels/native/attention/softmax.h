@@ -15,7 +15,11 @@ void change_scores(const Args& a, const Scratch& s, const Block& block, i64 b, i
     for (int n = block.from; n < block.to; n++) {
         float* x = s.scores + n * W;
         if (a.softcap != 0.0)
-            for (int i = 0; i < block.keys; i++) store(x + i * s.pitch, tanh_(load(x + i * s.pitch) * to_share) * cap);
+            for (int i = 0; i < block.keys; i++) {
+                vec share = tanh_(load(x + i * s.pitch) * to_share);
+                store(x + i * s.pitch, share * cap);
+                if (s.caps) store(s.caps + i * T + n * W, larger(splat(1.0f) - share * share, vec{})); // 0 of NaN
+            }
         if (a.slopes) {
             ivec at;
             vec slope;
