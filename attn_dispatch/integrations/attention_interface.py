@@ -230,7 +230,7 @@ def _refuse_ignorant(parts: list[Part], name: str) -> None:
     if all(SDPA not in _names(layer) for layer in layers):
         how = f"use attn_implementation={others(parts[0].config)}"
     if not any(part.asking for part in parts):
-        what = f"{_and(layers)} do not ask transformers' AttentionInterface"
+        what = f"{_and(layers)} {'does' if len(layers) == 1 else 'do'} not ask transformers' AttentionInterface"
         raise InvalidInput(f"{models} would ignore attn_implementation={name!r}, as {what}: {how}")
     how = f": {how}" if "sdpa()" in how else ""
     what = f"not served by attn_dispatch: {_and(layers)} in {models}"

@@ -88,8 +88,8 @@ def _checked(original: Callable[..., None]) -> Callable[..., None]:
             raise InvalidInput(f"{what}: attn_dispatch.replacing_sdpa() replaces its calls of PyTorch's function")
         if silent:
             say_once(
-                f"{type(self).__name__}: {', '.join(silent)} do not ask diffusers for an attention backend and keep "
-                "PyTorch's; attn_dispatch.replacing_sdpa() replaces that"
+                f"{type(self).__name__}: diffusers is not asked for an attention backend by {', '.join(silent)}; "
+                "attn_dispatch.replacing_sdpa() replaces their calls of PyTorch's function"
             )
 
     found: Any = set_attention_backend

@@ -252,7 +252,7 @@ def test_models_without_the_interface(kind: str) -> None:
     model = model_class(config)
     before, sdpa = config._attn_implementation, model._supports_sdpa
     how = "replacing_sdpa" if kind == "Falcon" else "use attn_implementation='sdpa' or 'eager'" if sdpa else "'eager'$"
-    what = rf"^{kind}Model would ignore attn_implementation='attn_dispatch', as {kind}Attention do not ask .*{how}"
+    what = rf"^{kind}Model would ignore attn_implementation='attn_dispatch', as {kind}Attention does not ask .*{how}"
     with pytest.raises(InvalidInput, match=what):
         model.set_attn_implementation("attn_dispatch")
     assert config._attn_implementation == before
@@ -298,7 +298,7 @@ def test_layers_of_a_table_by_name(is_made: bool, asked: list[str]) -> None:
     """SAM's vision tower chooses a class by the implementation's name; GIT's text has one class alone."""
     vision = transformers.SamVisionConfig(**SMALL, image_size=16, patch_size=4, output_channels=8, num_pos_feats=8)
     git = transformers.GitConfig(vision_config={**SMALL, "image_size": 16, "patch_size": 4}, vocab_size=99, **SMALL)
-    with pytest.raises(InvalidInput, match=r"^SamVisionEncoder would ignore .*, as SamVisionSdpaAttention do not ask"):
+    with pytest.raises(InvalidInput, match=r"^SamVisionEncoder would ignore .*, as SamVisionSdpaAttention does not ask"):
         made_by(transformers.SamVisionModel, vision, is_made)
     model = made_by(transformers.GitForCausalLM, git, is_made)
     model(input_ids=tokens(), attention_mask=padded("right"), pixel_values=torch.ones(2, 3, 16, 16))
