@@ -70,6 +70,11 @@ def _checked_setter(setter: Callable[..., None], name: str) -> Callable[..., Non
         setter(self, attn_implementation, *args, **more)
         for config, implementation in before:  # its layers take that one's masks
             config._attn_implementation_internal = implementation
+        known = [config for config, _ in _configs_of(self.config, None)]
+        for part in parts_of(self):  # a copy that no model has (X-CLIP's of its frames) is not reached
+            own, implementation = self.config._attn_implementation, part.config._attn_implementation
+            if part.asking and not _is_in(part.config, known) and name in (own, implementation):
+                part.config._attn_implementation_internal = own
 
     return set_attn_implementation
 

@@ -51,7 +51,7 @@ def documents(size: Any, key_mask: Tensor | None, config: Any, first: Any = 0) -
     back = starts | (of_axes.diff(dim=-1) < 0).all(0)
     if key_mask is not None and first + q_len <= k_len:  # neither padding nor the token after it starts one
         back = back & (key_mask & (key_mask.cumsum(1) > 1))[:, int(first) + 1 : int(first) + q_len]
-    if not bool(back.any()):
+    if not bool(back.any()) or not bool(positions.any()):  # DecisionTransformer's are all 0
         return None
     if kinds := RECURRENT & set(getattr(config, "layer_types", None) or ()):
         what = f"{' and '.join(sorted(kinds))} layers run over its documents"

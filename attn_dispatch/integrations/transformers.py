@@ -69,7 +69,7 @@ class Keys(BlockMask):
 
     Args:
         pattern: of the queries at the end of the keys.
-        size: [batch, 1, q_len, k_len] of the mask.
+        lengths: [batch, 1, q_len, k_len] of the mask.
         key_mask: bool [batch, keys], or None.
         stop: keys from here on are not written yet; None: all are.
         documents: ids [batch, len], or None.
@@ -79,7 +79,7 @@ class Keys(BlockMask):
     """
 
     pattern: Pattern
-    size: Size
+    lengths: Size
     key_mask: Tensor | None = None
     stop: int | None = None
     documents: Tensor | None = None
@@ -89,7 +89,7 @@ class Keys(BlockMask):
 
     @property
     def shape(self) -> Size:
-        return self.size
+        return self.lengths
 
     def contiguous(self) -> Keys:  # generate() calls it
         return self
@@ -109,13 +109,13 @@ class Keys(BlockMask):
         every, at = slice(None), index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(at, slice) or index != (every, every, slice(at.start, None), every) or (at.start or 0) > 0:
             return self.whole()[index]
-        q_len = min(-at.start, self.size[2]) if at.start else self.size[2]
+        q_len = min(-at.start, self.shape[2]) if at.start else self.shape[2]
         pattern = Ranges(*self.pattern.data[..., -q_len:]) if isinstance(self.pattern, Ranges) else self.pattern
-        size = (*self.size[:2], q_len, self.size[3])
-        return replace(self, pattern=pattern, size=size, dense=lambda: self.whole()[:, :, -q_len:])
+        lengths = (*self.shape[:2], q_len, self.shape[3])
+        return replace(self, pattern=pattern, lengths=lengths, dense=lambda: self.whole()[:, :, -q_len:])
 
     def whole(self) -> Tensor:
-        if self.dense is None:
+        if self.dense is None or has_eager_alone(type(self.config)):  # eager adds its masks
             self._refuse()
         return self.dense()
 
@@ -130,7 +130,7 @@ class Keys(BlockMask):
             if isinstance(x, list | tuple):
                 return type(x)(map(whole, x))
             if isinstance(x, Keys) and any(word in function.__name__ for word in ("add", "sub", "mul")):
-                x._refuse()
+                return x.added() if "add" in function.__name__ else x._refuse()
             return x.whole() if isinstance(x, Keys) else x
 
         return function(*whole(args), **{name: whole(x) for name, x in (kwargs or {}).items()})
@@ -140,14 +140,22 @@ class Keys(BlockMask):
     )
     __hash__ = object.__hash__
 
+    def added(self, to: Any = 0) -> Any:
+        """The sum with scores or a bias, as BEiT's layers make it: where all see all, there is nothing to add."""
+        facts = (self.key_mask, self.documents, self.stop, self.refusal)
+        if self.pattern != Dense() or any(x is not None for x in facts):
+            self._refuse()
+        return to
+
     def _refuse(self, *_: Any) -> NoReturn:
         what = "the model adds its mask to scores, or multiplies by it, which attn_dispatch does not make for that"
         raise InvalidInput(f"{what}: use attn_implementation={others(self.config)}")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __add__ = __radd__ = added
+    __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
 
     def __repr__(self) -> str:
-        return f"Keys({self.pattern}, {list(self.size)})"
+        return f"Keys({self.pattern}, {list(self.shape)})"
 
 
 def register(*, fallback: bool = False) -> None:
@@ -156,7 +164,9 @@ def register(*, fallback: bool = False) -> None:
     Args:
         fallback: hand masks where a query sees more than three runs of keys to PyTorch's attention, instead of raising.
     """
-    transformers.AttentionInterface.register(NAME, partial(attention, fallback=fallback))
+    function = partial(attention, fallback=fallback)
+    transformers.AttentionInterface.register(NAME, function)
+    setattr(transformers.AttentionInterface, NAME, staticmethod(function))  # Kosmos-2.5 looks for it
     transformers.AttentionMaskInterface.register(NAME, partial(mask, fallback=fallback))
 
 
