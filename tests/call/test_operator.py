@@ -116,7 +116,6 @@ def test_a_batch_whose_size_is_data() -> None:
         assert torch.equal(program(x, keep, sink), chosen(x, keep, sink))
 
 
-@pytest.mark.full
 @crossed(
     lambda pattern, masked, kind: {"masked": masked, "kind": kind},
     too_slow=lambda pattern, *_: pattern not in PATTERNS[::4],
@@ -132,13 +131,15 @@ def test_opcheck(pattern: Pattern, masked: bool, kind: torch.dtype) -> None:
     tensors = [x.to(kind).requires_grad_() for x in qkv()]
     slopes = torch.rand(1, tensors[0].shape[2]) if masked else None
     bias = torch.randn(1, 1, 16, 16, requires_grad=masked) if kind == torch.float64 else None
-    settings = (code, numbers, None, 3.0 if masked else None, None, None, None, None, masked and bias is not None)
-    if isinstance(pattern, Reordered):
-        slopes = None
-    torch.library.opcheck(OP, (*tensors, lens, mask, None, None, slopes, bias, None, None, *settings, True, masked))
-    detached = [x.detach() for x in tensors]
-    bias = None if bias is None else bias.detach()
-    torch.library.opcheck(OP, (*detached, lens, mask, None, None, slopes, bias, None, None, *settings, False, masked))
+    given: dict[str, Any] = {**dict.fromkeys(encoding.SCHEMA), "seq_lens": lens, "key_mask": mask, "bias": bias}
+    given |= {"pattern": code, "numbers": numbers, "softcap": 3.0 if masked else None}
+    given |= {"seed": torch.tensor([5]), "dropout_p": 0.3} if kind == torch.float32 else {"dropout_p": 0.0}
+    given |= {"alibi_slopes": None if isinstance(pattern, Reordered) else slopes}
+    given["bias_needs_grad"] = masked and bias is not None
+    for needs_grad in (True, False):
+        every = [*tensors, *encoding.Encoded(**given)]
+        every = [x if needs_grad or not isinstance(x, Tensor) else x.detach() for x in every]
+        torch.library.opcheck(OP, (*every, needs_grad, masked))
 
 
 def test_second_derivatives_are_refused() -> None:
