@@ -298,9 +298,7 @@ def test_layers_of_a_table_by_name(is_made: bool, asked: list[str]) -> None:
     """SAM's vision tower chooses a class by the implementation's name; GIT's text has one class alone."""
     vision = transformers.SamVisionConfig(**SMALL, image_size=16, patch_size=4, output_channels=8, num_pos_feats=8)
     git = transformers.GitConfig(vision_config={**SMALL, "image_size": 16, "patch_size": 4}, vocab_size=99, **SMALL)
-    with pytest.raises(
-        InvalidInput, match=r"^SamVisionEncoder would ignore .*, as SamVisionSdpaAttention does not"
-    ):
+    with pytest.raises(InvalidInput, match=r"^SamVisionEncoder would ignore .*, as SamVisionSdpaAttention does not"):
         made_by(transformers.SamVisionModel, vision, is_made)
     model = made_by(transformers.GitForCausalLM, git, is_made)
     model(input_ids=tokens(), attention_mask=padded("right"), pixel_values=torch.ones(2, 3, 16, 16))
