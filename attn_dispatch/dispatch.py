@@ -124,8 +124,8 @@ def attend(
             route = routes.get(key := (
                 q.shape, k.numel(), pattern, segment_lengths, dilation_rates, is_causal, dropout_p, scale, layout,
                 backend, order, return_lse, first_head, all_heads,
-                None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device),
-                None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
+                None if seq_lens is None else (seq_lens.shape, seq_lens.dtype, seq_lens.device, seq_lens.layout),
+                None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device, key_mask.layout),
                 (softcap is None and bias is None and alibi_slopes is None)
                 or (softcap, _facts(bias), _facts(alibi_slopes)),
                 _grad_enabled(), deterministic_or_warning() and not only_warning(), _threads(), mode_count(),
@@ -165,7 +165,7 @@ def attend(
 
 def _facts(x: Tensor | None) -> Any:
     """What a route's key holds of a tensor that changes scores."""
-    return None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
+    return None if x is None else (x.shape, x.dtype, x.device, x.layout, x.requires_grad)
 
 
 def _rewritten(call: Call, key: Any = None) -> Any:

@@ -122,7 +122,7 @@ def new_route(call: Call, key: Any, node: Callable[..., Any] | None = None) -> R
     backend = titled(*decision.chosen)
     if node is not None:
         given = encoded(call, problem.bias_needs_grad, None, None)
-        run = node(given.settings, ResolvedCall(run, problem, backend))
+        run, backend = node(given.settings, ResolvedCall(run, problem, backend)), ""
     if graphed and (call.backend is not None or call.order is not None):
         unmeasured.check_traceable(problem, decision)
     transposed = call.layout == "bhnd"

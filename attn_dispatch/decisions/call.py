@@ -85,6 +85,8 @@ class ResolvedCall:
 
     def failure(self, error: Exception) -> BackendFailed:
         """The exception to raise for an error that the backend raised."""
+        if not self.backend:  # a node of autograd, which has wrapped those: saved-tensor hooks raised it
+            raise error
         text = f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}"
         if tracing.is_transformed() or forward_ad._current_level >= 0:
             text += "\nForward-mode and second derivatives need backend='manual', or no forced backend"

@@ -240,6 +240,19 @@ def test_hooks_alone(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert by_operator.called is name.startswith(("dropout", "documents", "data"))
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS | MORE if "manual" not in name])  # whose parts hooks see
+def test_errors_of_hooks(name: str) -> None:
+    """They are the caller's own, not failures of a backend: of the first call, and of one with a known route."""
+
+    def raising(x: Tensor) -> Tensor:
+        raise MemoryError
+
+    q, k, v = (drawn(2, LENGTH, HEADS, WIDTH, seed=seed).requires_grad_() for seed in range(3))
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(raising, raising), pytest.raises(MemoryError):
+            (CALLS | MORE)[name](q, k, v)
+
+
 @pytest.mark.parametrize(
     "given",
     [

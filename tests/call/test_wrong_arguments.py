@@ -195,6 +195,15 @@ def test_sparse_and_nested_tensors(name: str) -> None:
             attend(*tensors(), **given)
 
 
+@pytest.mark.parametrize("name", ["seq_lens", "key_mask", "bias", "alibi_slopes"])
+def test_a_sparse_tensor_after_a_dense_one(name: str) -> None:
+    """A route that was found for dense tensors does not run sparse ones of the same shape."""
+    dense: Any = {"seq_lens": IDS[:, 0] + 3, "key_mask": IDS == 0, "bias": ZEROS, "alibi_slopes": torch.ones(HEADS)}
+    attend(*tensors(), **{name: dense[name]})
+    with pytest.raises(InvalidInput, match=f"{name} must be a dense strided tensor, got"):
+        attend(*tensors(), **{name: dense[name].to_sparse()})
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 def test_tensors_that_have_no_sizes_or_no_entries() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3, 2, 8), torch.zeros(5, 2, 8)])
