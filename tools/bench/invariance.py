@@ -18,7 +18,7 @@ from tools.lib.tables import Table
 
 TAKES = "2 minutes"
 HEADS = (32, 8), (8, 8)  #: of q, and of k and v
-COLUMNS = tuple(itertools.product((64, 128), ("float32", "bfloat16", "float16")))  #: head_dim and dtype
+COLUMNS = tuple(itertools.product((32, 64, 128), ("float32", "bfloat16", "float16")))  #: head_dim and dtype
 #: Rows of the batch, queries at the end of the keys, and keys: prompts, decoding and a part of a prompt.
 SIZES = (1, 1024, 1024), (4, 512, 512), (1, 1, 4096), (1, 1, 32_768), (8, 1, 2048), (1, 128, 4096)
 ROUNDS, MOST_ROUNDS, CELL_S = 5, 60, 2.0
