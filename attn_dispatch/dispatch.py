@@ -182,7 +182,7 @@ def _rewritten(call: Call, key: Any = None) -> Any:
         found = rewrite(call)
         if found is not None:
             return found.join([_run(each) for each in found.calls])
-    return new_route(call, key, graph_runs.Kept if operators.keeps(call) else None).attended(call)
+    return new_route(call, key, graph_runs.NodeRun if operators.is_node(call) else None).attended(call)
 
 
 def _run(call: Call) -> Any:

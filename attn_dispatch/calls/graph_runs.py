@@ -101,6 +101,7 @@ def with_gradients(
     Args:
         known: out and lse of the forward pass. They are computed again where this left lse out, or was traced without
             gradients.
+        decided: what runs the call, where it is known.
     """
     if call.mesh is not None:
         from attn_dispatch.ring import over_mesh
@@ -128,7 +129,7 @@ def with_gradients(
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class NodeRun:
     """What runs a decided call as one node of autograd: it saves what the operator saves, in the same order.
 
     Of a checkpoint's two forward passes a dispatch mode may see one, which is the operator then.
@@ -150,20 +151,20 @@ class Kept:
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kept: Kept, *tensors: Any) -> tuple[Tensor, Tensor]:
-        qkv, given, return_lse = tensors[:3], (*tensors[3:], *kept.settings), kept.resolved.problem.return_lse
+    def forward(ctx: Any, run: NodeRun, *tensors: Any) -> tuple[Tensor, Tensor]:
+        qkv, given, return_lse = tensors[:3], (*tensors[3:], *run.settings), run.resolved.problem.return_lse
         with as_eager_call(qkv[0].device.type, True, given):
-            found: Any = with_gradients(call_of(qkv, given, True, return_lse)[0], decided=kept.resolved)
+            found: Any = with_gradients(call_of(qkv, given, True, return_lse)[0], decided=run.resolved)
             out, lse = results(qkv[0], found[0], found[1], True)
         operators.save(ctx, (*qkv, *given, True, return_lse), (out, lse, None))
-        ctx.kept = kept
+        ctx.run = run
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         seen = torch.is_grad_enabled() or mode_count()  # by a second derivative, which is refused, or a mode
-        run = operators.backward if seen else ctx.kept.backward
-        return None, *operators.differentiate(ctx, *grad_outputs, run=run)[: 3 + len(TENSORS)]
+        backward = operators.backward if seen else ctx.run.backward
+        return None, *operators.differentiate(ctx, *grad_outputs, run=backward)[: 3 + len(TENSORS)]
 
 
 _without_lse: set[Problem] = set()  # problems of forward passes that left lse out

@@ -73,7 +73,7 @@ def as_operator(call: Call) -> Rewritten | None:
     """
     if operators.applies(call):
         one = call if tracing.is_traced(*call.qkv) else packing.as_one(call)
-        if one is not None and not operators.keeps(one):
+        if one is not None and not operators.is_node(one):
             return Rewritten([], lambda _: operators.attend_by_operator(one))
     tracing.refuse_jit()
     tracing.check_sizes(q=call.q, k=call.k, v=call.v)

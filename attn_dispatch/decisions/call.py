@@ -48,7 +48,7 @@ def only(results: list[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedCall:
-    """A problem with the decided backend's run function; `backend` is the candidate's title, for messages."""
+    """A problem with the decided backend's run function; `backend` is its title in messages, empty for a node."""
 
     run: Callable[..., Result]
     problem: Problem
@@ -85,7 +85,7 @@ class ResolvedCall:
 
     def failure(self, error: Exception) -> BackendFailed:
         """The exception to raise for an error that the backend raised."""
-        if not self.backend:  # a node of autograd, which has wrapped those: saved-tensor hooks raised it
+        if not self.backend:  # a node of autograd, which has wrapped its own: the caller's hooks raised it
             raise error
         text = f"{self.backend} failed on {self.problem}: {type(error).__name__}: {error}"
         if tracing.is_transformed() or forward_ad._current_level >= 0:

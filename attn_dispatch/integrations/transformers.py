@@ -69,7 +69,7 @@ class Keys(BlockMask):
 
     Args:
         pattern: of the queries at the end of the keys.
-        lengths: [batch, 1, q_len, k_len] of the mask.
+        sizes: [batch, 1, q_len, k_len] of the mask.
         key_mask: bool [batch, keys], or None.
         stop: keys from here on are not written yet; None: all are.
         documents: ids [batch, len], or None.
@@ -79,7 +79,7 @@ class Keys(BlockMask):
     """
 
     pattern: Pattern
-    lengths: Size
+    sizes: Size
     key_mask: Tensor | None = None
     stop: int | None = None
     documents: Tensor | None = None
@@ -89,7 +89,7 @@ class Keys(BlockMask):
 
     @property
     def shape(self) -> Size:
-        return self.lengths
+        return self.sizes
 
     def contiguous(self) -> Keys:  # generate() calls it
         return self
@@ -111,8 +111,8 @@ class Keys(BlockMask):
             return self.whole()[index]
         q_len = min(-at.start, self.shape[2]) if at.start else self.shape[2]
         pattern = Ranges(*self.pattern.data[..., -q_len:]) if isinstance(self.pattern, Ranges) else self.pattern
-        lengths = (*self.shape[:2], q_len, self.shape[3])
-        return replace(self, pattern=pattern, lengths=lengths, dense=lambda: self.whole()[:, :, -q_len:])
+        sizes = (*self.shape[:2], q_len, self.shape[3])
+        return replace(self, pattern=pattern, sizes=sizes, dense=lambda: self.whole()[:, :, -q_len:])
 
     def whole(self) -> Tensor:
         if self.dense is None or has_eager_alone(type(self.config)):  # eager adds its masks

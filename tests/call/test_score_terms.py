@@ -81,7 +81,7 @@ def test_native(pattern: Pattern, name: str, dtype: torch.dtype) -> None:
             x[~seen] = math.nan
     found = attend(q, k, v, pattern, key_mask=seen, backend="native", **given)
     results = (found, *torch.autograd.grad(found.double().sin().sum(), inputs_of(given, q, k, v)))
-    rtol = 1e-4 if dtype == torch.float32 else 0.02
+    rtol = max(2 * torch.finfo(dtype).eps, 1e-5)
     for x, y in zip(results, (exact, *torch.autograd.grad(exact.sin().sum(), leaves)), strict=True):
         assert (x.double() - y).abs().max() <= rtol * y.abs().max()
 

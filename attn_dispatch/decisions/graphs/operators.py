@@ -83,11 +83,8 @@ def applies(call: Call) -> bool:
     return True
 
 
-def keeps(call: Call) -> bool:
-    """Whether a call is a node of autograd that saves what the operator would: saved-tensor hooks alone see it.
-
-    It is one problem as it is.
-    """
+def is_node(call: Call) -> bool:
+    """Whether a call is a node of autograd, not the operator: one problem that saved-tensor hooks alone see."""
     if torch.compiler.is_dynamo_compiling() or mode_count() or not saving_tensors() or not applies(call):
         return False
     wanting = [x for x in (*call.qkv, call.bias) if x is not None and x.requires_grad]
